@@ -1,0 +1,145 @@
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchtitan_patches
+from torchtitan_patches import guard
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(code: str) -> str:
+    """Runs code in a fresh interpreter: patches change the one they are applied in."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_each_patch_has_a_reason_and_an_apply():
+    modules = {path.stem for path in (ROOT / "torchtitan_patches").glob("*.py")}
+    assert modules - {"__init__", "guard"} == set(torchtitan_patches.PATCHES)
+    for name in torchtitan_patches.PATCHES:
+        module = __import__(f"torchtitan_patches.{name}", fromlist=["apply"])
+        assert name == module.NAME and callable(module.apply) and len(module.__doc__) > 80
+
+
+def test_unknown_patch_is_refused_before_any_is_applied():
+    histc = torch.histc
+    with pytest.raises(ValueError, match="no such patch: nonsense; there are: cpu_device"):
+        torchtitan_patches.apply(["cpu_histc", "nonsense"])
+    assert torch.histc is histc
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without a GPU")
+def test_cpu_patches_apply_twice_and_are_named_in_the_log():
+    out = run_python(
+        """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import torchtitan_patches as patches
+patches.apply(patches.CPU_PATCHES)
+patches.apply(patches.CPU_PATCHES)
+
+import torch
+from torchtitan.components.metrics import DeviceMemoryMonitor, device_module
+from torchtitan.tools import utils
+assert (utils.device_type, device_module.current_device()) == ("cpu", 0)
+assert torch._utils._get_available_device_type() is None, "torch's own function is back"
+stats = DeviceMemoryMonitor("cpu").get_peak_stats()
+assert 0 < stats.max_reserved_gib and 0 < stats.max_reserved_pct < 100
+
+counts = torch.histc(torch.tensor([0, 2, 2, 3]), bins=4, min=0, max=4)
+assert counts.tolist() == [1, 0, 2, 1] and counts.dtype == torch.int64
+assert torch.histc(torch.tensor([0.5]), bins=1, min=0, max=1).dtype == torch.float32
+"""
+    )
+    for name in torchtitan_patches.CPU_PATCHES:
+        assert out.count(f"applied patch {name}:") == 1
+
+
+def test_cpu_permute_sorts_tokens_by_expert_and_compiles():
+    run_python(
+        """
+import torch, torchtitan_patches as patches
+patches.apply(["cpu_permute"])
+from torchtitan.models.moe.kernels import generate_permute_indices
+
+# 2 ranks send tokens to 2 local experts: rank 0 sends 1 and 2, rank 1 sends 3 and 0.
+tokens = torch.tensor([1, 2, 3, 0])
+for run in (generate_permute_indices, torch.compile(generate_permute_indices, fullgraph=True,
+                                                    backend="aot_eager")):
+    indices, sizes, _ = run(tokens, 2, 2, 16, 8)
+    assert sizes.tolist() == [8, 8]
+    assert indices.tolist() == [0, 3, 4, 5, -1, -1, -1, -1, 1, 2, -1, -1, -1, -1, -1, -1]
+"""
+    )
+
+
+def test_gloo_sum_reaches_every_fsdp_module():
+    run_python(
+        """
+import torch, torch.distributed as dist, torchtitan_patches as patches
+patches.apply(["gloo_sum"])
+from torch.distributed.fsdp import fully_shard
+from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.llama4.infra import parallelize as llama4
+assert llama3.disable_fsdp_gradient_division is llama4.disable_fsdp_gradient_division
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+mesh = dist.init_device_mesh("cpu", (1,))
+fully_shard(model[0], mesh=mesh), fully_shard(model, mesh=mesh)
+llama3.disable_fsdp_gradient_division(model)
+for module in (model, model[0]):
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        assert group.force_sum_reduction_for_comms and group.gradient_divide_factor == 1.0
+"""
+    )
+
+
+def test_cpu_device_refuses_after_torchtitan_is_imported():
+    out = run_python(
+        """
+import torchtitan, torchtitan_patches as patches
+try:
+    patches.apply(["cpu_device"])
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    assert "cpu_device refuses to apply: torchtitan is imported already" in out
+
+
+@pytest.mark.parametrize("package", ["torch", "torchtitan"])
+def test_refuses_a_version_it_was_not_written_for(monkeypatch, package):
+    monkeypatch.setattr(
+        guard, "version", lambda name: "9.1.0" if name == package else version(name)
+    )
+    with pytest.raises(RuntimeError, match=f"some_patch refuses.*{package} >=.*9.1.0 is installed"):
+        guard.check_versions("some_patch")
+
+
+def test_refuses_a_missing_or_changed_function():
+    class Owner:
+        def moved(self, a, b):
+            return a, b
+
+    assert guard.check_callable("p", Owner, "moved", ("self", "a", "b")) is Owner.moved
+    with pytest.raises(RuntimeError, match=r"p refuses.*Owner\.moved takes .* instead of"):
+        guard.check_callable("p", Owner, "moved", ("self", "a"))
+    with pytest.raises(RuntimeError, match=r"Owner\.gone is gone.*revise the patch"):
+        guard.check_callable("p", Owner, "gone", ())
+
+
+def test_histc_patch_refuses_where_torch_counts_integers_itself(monkeypatch):
+    from torchtitan_patches import cpu_histc
+
+    monkeypatch.setattr(torch, "histc", lambda *args, **kwargs: torch.zeros(2))
+    with pytest.raises(RuntimeError, match="by itself now"):
+        cpu_histc.apply()

@@ -1,0 +1,246 @@
+"""A bucket's rank-major buffers as DTensors: one reduce-scatter in, one all-gather out.
+
+Rows of the buffers are ranks, so that every main parameter, moment and gradient is a view of its
+rank's row and one collective serves the whole bucket:
+
+    gradient  [ranks, units_per_rank * unit | one "used" flag a member]   Partial -> BlockShard
+    main      [units_per_rank, *unit]                                     this rank's units, fp32
+    payload   [1, codes | scales] bytes, or [1, values]                   BlockShard -> Replicate
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from titan_fp8zero.blocks import BLOCK, TILE_NUMEL, ScaleFormat, quantize_tiles
+from titan_fp8zero.layout import BucketLayout, MainLayout, Member
+from titan_fp8zero.placement import BlockShard
+
+ROW_ALIGNMENT = 8  # elements: rows of bf16 start at 16 bytes
+SCALE_BYTES = 4
+
+
+class DataParallelMesh(NamedTuple):
+    """The one-dimensional meshes over which a bucket is sharded, and replicated under HSDP."""
+
+    shard: DeviceMesh | None
+    replicate: DeviceMesh | None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard.size() if self.shard is not None else 1
+
+    @property
+    def rank(self) -> int:
+        return self.shard.get_local_rank() if self.shard is not None else 0
+
+
+class Precision(NamedTuple):
+    """How a bucket rounds."""
+
+    compute: torch.dtype
+    """Of high-precision compute weights."""
+    gradient: torch.dtype
+    """Of accumulation and reduction."""
+    scale_format: ScaleFormat
+    round_main_to_bf16: bool
+    """Round main parameters to bf16 before they are quantized."""
+
+
+class Payload:
+    """What one main parameter publishes: a view of its rank's part of the bucket's payload."""
+
+    def __init__(
+        self, codes_or_values: torch.Tensor, scale_inv: torch.Tensor | None, precision: Precision
+    ) -> None:
+        self._codes_or_values = codes_or_values
+        self._scale_inv = scale_inv
+        self._precision = precision
+        self.is_fresh = False
+        """Whether the payload was written from the present main parameter."""
+
+    @torch.no_grad()
+    def write(self, main: torch.Tensor) -> None:
+        """Quantize (FP8) or cast (high-precision) the local units of a main parameter."""
+        self.is_fresh = True
+        if self._scale_inv is None:
+            self._codes_or_values.copy_(main)
+            return
+        if self._precision.round_main_to_bf16:
+            main = main.bfloat16().float()
+        codes, scale_inv = quantize_tiles(main, self._precision.scale_format)
+        self._codes_or_values.copy_(codes)
+        self._scale_inv.copy_(scale_inv)
+
+
+class Gathered(NamedTuple):
+    """The payloads of all ranks."""
+
+    codes_or_values: torch.Tensor
+    """`[ranks, units_per_rank, *unit]`."""
+    scale_inv: torch.Tensor | None
+    """fp32 `[ranks, units_per_rank]`, of an FP8 bucket."""
+
+    def member(
+        self, main: MainLayout, member: Member
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A weight's units end to end, and their scales."""
+        runs = list(main.runs(member))
+
+        def join(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows[r.rank, r.local_start : r.local_start + r.units] for r in runs])
+
+        scale_inv = None if self.scale_inv is None else join(self.scale_inv)
+        return join(self.codes_or_values), scale_inv
+
+
+class ReducedGradient:
+    """A rank's shard of the summed gradients of a bucket."""
+
+    def __init__(
+        self, units: torch.Tensor, flags: torch.Tensor, flag_of: dict[str, int]
+    ) -> None:
+        self.units = units
+        """`[units_per_rank, *unit]`."""
+        self._flags = flags
+        self._flag_of = flag_of
+        self._counts: list[float] | None = None
+
+    def is_used_by_any_rank(self, member: Member) -> bool:
+        """Whether any rank had a gradient for a weight. Waits for the device."""
+        if self._counts is None:
+            self._counts = self._flags.tolist()
+        return self._counts[self._flag_of[member.weight.fqn]] > 0
+
+
+class Bucket:
+    """The buffers of one bucket on this rank, and the collectives on them."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        mesh: DataParallelMesh,
+        *,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.mesh = mesh
+        self.is_fp8 = layout.is_fp8
+        self.precision = precision
+        self._unit = (BLOCK, BLOCK) if layout.is_fp8 else ()
+        self._unit_numel = TILE_NUMEL if layout.is_fp8 else 1
+        self._units = layout.units_per_rank
+        self._flag_of = {m.weight.fqn: index for index, m in enumerate(layout.members)}
+        self.main = torch.zeros(self._units, *self._unit, device=device)
+        self._gradient: torch.Tensor | None = None
+        self._reduction: torch.Tensor | None = None
+        self._payload = self._empty_payload()
+        self._gathering: torch.Tensor | None = None
+
+    # Gradient: fold-accumulate, then one reduce-scatter.
+
+    def accumulate(self, main: MainLayout, member: Member, units: torch.Tensor) -> None:
+        """Add a weight's gradient, as units `[T, *unit]`, and mark the weight as used."""
+        if self._gradient is None:
+            self._gradient = self._zero_gradient()
+        rows = self._gradient_units(self._gradient)
+        for run in main.runs(member):
+            local = rows[run.rank, run.local_start : run.local_start + run.units]
+            local.add_(units[run.start : run.start + run.units])
+        self._flags(self._gradient)[:, self._flag_of[member.weight.fqn]] = 1
+
+    def start_reduce(self) -> None:
+        """Start the reduce-scatter of what was accumulated; zeros where nothing was."""
+        gradient = self._zero_gradient() if self._gradient is None else self._gradient
+        self._gradient = None
+        if self.mesh.shard is None:
+            self._reduction = gradient
+            return
+        partial = DTensor.from_local(gradient, self.mesh.shard, [Partial("sum")], run_check=False)
+        reduced = partial.redistribute(placements=[BlockShard()], async_op=True)
+        self._reduction = reduced.to_local()
+
+    @property
+    def is_reducing(self) -> bool:
+        return self._reduction is not None
+
+    def finish_reduce(self) -> ReducedGradient:
+        """Wait for the reduce-scatter; under HSDP all-reduce the shard."""
+        assert self._reduction is not None, "start_reduce comes first"
+        shard = _wait(self._reduction)
+        self._reduction = None
+        if self.mesh.replicate is not None:
+            partial = DTensor.from_local(
+                shard, self.mesh.replicate, [Partial("sum")], run_check=False
+            )
+            shard = _wait(partial.redistribute(placements=[Replicate()]).to_local())
+        return ReducedGradient(self._gradient_units(shard)[0], self._flags(shard)[0], self._flag_of)
+
+    def drop_gradient(self) -> None:
+        """Forget what was accumulated; wait for a reduction under way."""
+        if self._reduction is not None:
+            _wait(self._reduction)
+        self._gradient = self._reduction = None
+
+    def _zero_gradient(self) -> torch.Tensor:
+        flags = -(-len(self._flag_of) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        columns = self._units * self._unit_numel + flags
+        dtype, device = self.precision.gradient, self.main.device
+        return torch.zeros(self.mesh.num_ranks, columns, dtype=dtype, device=device)
+
+    def _gradient_units(self, gradient: torch.Tensor) -> torch.Tensor:
+        units = gradient[:, : self._units * self._unit_numel]
+        return units.view(len(gradient), self._units, *self._unit)
+
+    def _flags(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient[:, self._units * self._unit_numel :]
+
+    # Publish: one all-gather.
+
+    def payload(self, main: MainLayout) -> Payload:
+        """The view into which a main parameter's local units are quantized or cast."""
+        gathered = self._split_payload(self._payload)
+        local = slice(main.local_start, main.local_start + main.units_per_rank)
+        scale_inv = None if gathered.scale_inv is None else gathered.scale_inv[0, local]
+        return Payload(gathered.codes_or_values[0, local], scale_inv, self.precision)
+
+    def start_publish(self) -> None:
+        """Start the all-gather of the payload."""
+        if self.mesh.shard is None:
+            self._gathering = self._payload
+            return
+        sharded = DTensor.from_local(
+            self._payload, self.mesh.shard, [BlockShard()], run_check=False
+        )
+        replicated = sharded.redistribute(placements=[Replicate()], async_op=True)
+        self._gathering = replicated.to_local()
+
+    def finish_publish(self) -> Gathered:
+        """Wait for the all-gather."""
+        assert self._gathering is not None, "start_publish comes first"
+        gathered = self._split_payload(_wait(self._gathering))
+        self._gathering = None
+        return gathered
+
+    def _empty_payload(self) -> torch.Tensor:
+        device = self.main.device
+        if not self.is_fp8:
+            return torch.zeros(1, self._units, dtype=self.precision.compute, device=device)
+        row_bytes = self._units * (TILE_NUMEL + SCALE_BYTES)
+        return torch.zeros(1, row_bytes, dtype=torch.uint8, device=device)
+
+    def _split_payload(self, payload: torch.Tensor) -> Gathered:
+        if not self.is_fp8:
+            return Gathered(payload, None)
+        code_bytes = self._units * TILE_NUMEL
+        codes = payload[:, :code_bytes].view(torch.float8_e4m3fn)
+        codes = codes.view(len(payload), self._units, BLOCK, BLOCK)
+        return Gathered(codes, payload[:, code_bytes:].view(torch.float32))
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -1,0 +1,120 @@
+"""The command line: `titan-fp8zero COMMAND`. `COMMANDS` is the list to add to."""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from titan_fp8zero.compare import compare, print_comparison
+from titan_fp8zero.job import BadInput, load_job
+from titan_fp8zero.spawn import RanksFailed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code: 1 where ranks failed, 2 for bad input, 128 and the
+    signal's number where a signal ended it."""
+    parser = _parser()
+    args, overrides = parser.parse_known_args(argv)
+    if overrides and not args.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    args.overrides = overrides
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        args.run(args)
+    except BadInput as error:
+        print(f"titan-fp8zero: {error}", file=sys.stderr)
+        return 2
+    except RanksFailed as error:
+        print(f"titan-fp8zero: {error}", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        return _interrupted(error.sigval)
+    except KeyboardInterrupt:
+        return _interrupted(signal.SIGINT)
+    return 0
+
+
+def _interrupted(by: signal.Signals) -> int:
+    print(f"titan-fp8zero: ended by {by.name}", file=sys.stderr)
+    return 128 + by
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-fp8zero", description="Blockwise FP8 ZeRO-1 training in TorchTitan."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add_command in COMMANDS:
+        add_command(commands)
+    return parser
+
+
+def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "train",
+        allow_abbrev=False,
+        help="train a TorchTitan config on this machine's GPUs, or on its CPU",
+        description="Trains a TorchTitan config on this machine's GPUs, or on its CPU where there "
+        "are none. Writes metrics.jsonl and loss.png into the config's dump folder.",
+        epilog="All other options go to TorchTitan and override the config, for example "
+        "--training.steps 10.",
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the TOML config")
+    _add_nproc(parser)
+    parser.set_defaults(run=_train, takes_overrides=True)
+
+
+def _train(args: argparse.Namespace) -> None:
+    load_job(args.config, args.overrides, args.nproc).train()
+
+
+def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "compare",
+        allow_abbrev=False,
+        help="train two configs on the same data and seed, and compare their losses",
+        description="Trains two configs from scratch, one after the other, on the same data, seed "
+        "and steps. Writes compare.md, compare.json and compare.png.",
+    )
+    parser.add_argument("a", metavar="A", type=Path, help="the first TOML config, the baseline")
+    parser.add_argument("b", metavar="B", type=Path, help="the second TOML config")
+    parser.add_argument(
+        "--steps", type=_positive, metavar="N", help="steps (default: the configs')"
+    )
+    _add_nproc(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("outputs/compare"),
+        help="where to write (default: %(default)s)",
+    )
+    parser.set_defaults(run=_compare, takes_overrides=False)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    print_comparison(compare(args.a, args.b, args.steps, args.nproc, args.out))
+    print(f"written to {args.out}: compare.md, compare.json, compare.png")
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs, or 2 on a CPU)"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return number
+
+
+COMMANDS = (_add_train, _add_compare)
+
+if __name__ == "__main__":
+    sys.exit(main())

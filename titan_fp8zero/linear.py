@@ -1,0 +1,216 @@
+"""`BlockwiseFP8Linear`, and the differentiable FP8 product that it shares with the experts."""
+
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from titan_fp8zero import gemm
+from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
+from titan_fp8zero.compute_weight import FP8Weight
+
+WgradPrecision = Literal["bf16", "fp8"]
+WGRAD_PRECISIONS = ("bf16", "fp8")
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class FP8Config(NamedTuple):
+    """How a module multiplies. Strings, so that torch.compile sees constants."""
+
+    scale_format: ScaleFormat
+    """"fp32", or "ue8m0": powers of two."""
+    wgrad: WgradPrecision
+    """"bf16": dy as it is times the dequantized x. "fp8": both in 1x128 groups along the tokens."""
+    backend: str
+    """See `gemm.choose_backend`."""
+
+    def checked(self) -> Self:
+        """Itself; raises ValueError for a value that is none of the choices."""
+        for name, choices in (
+            ("scale_format", SCALE_FORMATS),
+            ("wgrad", WGRAD_PRECISIONS),
+            ("backend", gemm.BACKENDS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        return self
+
+
+class BlockwiseFP8Linear(nn.Linear):
+    """`nn.Linear` whose GEMMs take blockwise FP8 operands (DeepSeek-V3, arXiv:2412.19437, 3.3).
+
+    Takes x `[..., in_features]` in bf16 or fp32 and computes in that dtype, under autocast in
+    autocast's; any other raises TypeError. What is saved for backward is FP8. A non-finite value
+    in x or dy comes out as NaN.
+
+    The weight is quantized in every forward, until `shard_zero1` binds a compute weight to the
+    module: then that is read instead, and the gradient arrives on its gradient carrier.
+    """
+
+    fp8_weights = ("weight",)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        scale_format: ScaleFormat = "fp32",
+        wgrad: WgradPrecision = "bf16",
+        backend: str = "auto",
+    ) -> None:
+        """As `nn.Linear`; the rest is described at `FP8Config`, ValueError if it is no choice."""
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.config = FP8Config(scale_format, wgrad, backend).checked()
+        self._compute_weights: dict[str, Any] = {}
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **config: Any) -> Self:
+        """A module that shares the parameters of `linear`, on any device, meta too."""
+        converted = cls(
+            linear.in_features, linear.out_features, bias=False, device="meta", **config
+        )
+        converted.weight = linear.weight
+        converted.bias = linear.bias
+        return converted.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._compute_weights.get("weight") or quantized(self.weight, self.config)
+        x = to_compute_dtype(x)
+        rows = quantize_activation(x.reshape(-1, x.shape[-1]), self.config, (weight,))
+        out = multiply(rows, weight, self.config)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {config_repr(self.config)}"
+
+
+def config_repr(config: FP8Config) -> str:
+    """The config as `extra_repr` shows it."""
+    return ", ".join(f"{name}={value}" for name, value in config._asdict().items())
+
+
+def quantized(weight: Tensor, config: FP8Config) -> FP8Weight:
+    """An unbound weight, quantized now; it is its own gradient carrier."""
+    codes, scale_inv = gemm.quantize_weight(weight.detach(), config.scale_format)
+    return FP8Weight(codes, scale_inv, weight)
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """x in the dtype that autocast asks for, as `nn.Linear` would; TypeError for an unfit dtype."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype not in COMPUTE_DTYPES:
+        raise TypeError(f"blockwise FP8 computes in bfloat16 or float32, got x in {x.dtype}")
+    return x
+
+
+class FP8Activation(NamedTuple):
+    """Activations, quantized once for all the weights they multiply."""
+
+    x: Tensor
+    """`[M, K]` in the compute dtype; only its gradient matters."""
+    codes: Tensor
+    """e4m3 `[M, K]`, in 1x128 groups along K: forward's operand."""
+    scale_inv: Tensor
+    """fp32 `[M, ceil(K/128)]`."""
+    column_codes: Tensor | None
+    """By `gemm.quantize_columns`: the operand of an "fp8" weight gradient, if there will be one."""
+    column_scale_inv: Tensor | None
+
+
+def quantize_activation(
+    x: Tensor,
+    config: FP8Config,
+    weights: tuple[FP8Weight, ...],
+    num_tokens_per_expert: Tensor | None = None,
+) -> FP8Activation:
+    """Quantize x `[M, K]` for the products with `weights` and for their gradients."""
+    data = x.detach()
+    codes, scale_inv = gemm.quantize_rows(data, config.scale_format)
+    has_wgrad = torch.is_grad_enabled() and any(weight.carrier.requires_grad for weight in weights)
+    if config.wgrad == "bf16" or not has_wgrad:
+        return FP8Activation(x, codes, scale_inv, None, None)
+    columns = gemm.quantize_columns(data, config.scale_format, num_tokens_per_expert)
+    return FP8Activation(x, codes, scale_inv, *columns)
+
+
+def multiply(
+    activation: FP8Activation,
+    weight: FP8Weight,
+    config: FP8Config,
+    num_tokens_per_expert: Tensor | None = None,
+) -> Tensor:
+    """x `[M, K]` times a weight `[N, K]` transposed -> `[M, N]` in x's dtype, differentiable.
+
+    Given `num_tokens_per_expert`, the weight is `[E, N, K]` and x sorted by expert. The weight's
+    gradient comes back on its carrier, in the carrier's dtype.
+    """
+    x, *operands = activation
+    codes, scale_inv, carrier = weight
+    return _Multiply.apply(x, carrier, *operands, codes, scale_inv, num_tokens_per_expert, config)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        carrier: Tensor,
+        x_codes: Tensor,
+        x_scale: Tensor,
+        column_codes: Tensor | None,
+        column_scale: Tensor | None,
+        w_codes: Tensor,
+        w_scale: Tensor,
+        num_tokens_per_expert: Tensor | None,
+        config: FP8Config,
+    ) -> Tensor:
+        wgrad_operand: tuple[Tensor | None, Tensor | None] = (column_codes, column_scale)
+        if config.wgrad == "bf16" and ctx.needs_input_grad[1]:
+            wgrad_operand = (x_codes, x_scale)
+        ctx.save_for_backward(*wgrad_operand, w_codes, w_scale, num_tokens_per_expert)
+        ctx.x_dtype, ctx.carrier_dtype, ctx.config = x.dtype, carrier.dtype, config
+        return gemm.fp8_gemm_nt(
+            x_codes, x_scale, w_codes, w_scale, x.dtype, config.backend, num_tokens_per_expert
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        x_codes, x_scale, w_codes, w_scale, num_tokens_per_expert = ctx.saved_tensors
+        scale_format, wgrad, backend = ctx.config
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        dx = dw = None
+        if needs_dx:
+            dy_codes, dy_scale = gemm.quantize_rows(dy, scale_format)
+            dx = gemm.fp8_gemm_nt(
+                dy_codes,
+                dy_scale,
+                w_codes.transpose(-2, -1),
+                w_scale.transpose(-2, -1),
+                ctx.x_dtype,
+                backend,
+                num_tokens_per_expert,
+            )
+        if needs_dw and wgrad == "bf16":
+            dw = gemm.bf16_wgrad_tn(
+                dy, x_codes, x_scale, ctx.carrier_dtype, backend, num_tokens_per_expert
+            )
+        elif needs_dw:
+            dy_codes, dy_scale = gemm.quantize_columns(dy, scale_format, num_tokens_per_expert)
+            dw = gemm.fp8_wgrad_nt(
+                dy_codes,
+                dy_scale,
+                x_codes,
+                x_scale,
+                ctx.carrier_dtype,
+                backend,
+                num_tokens_per_expert,
+            )
+        return dx, dw, *[None] * 8

@@ -1,0 +1,46 @@
+"""The `[blockwise_fp8]` table of a TorchTitan TOML config.
+
+Named by `[job] custom_config_module = "titan_fp8zero.titan.config"`: TorchTitan merges this
+module's `JobConfig` into its own. TorchTitan reads the field types at run time, so they must not
+be strings (no `from __future__ import annotations` here).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class BlockwiseFP8:
+    """Options of blockwise FP8 ZeRO-1, in force where `[model] converters` has "blockwise_fp8"."""
+
+    fqns: list[str] = field(default_factory=lambda: ["default"])
+    """Which modules compute in FP8, as glob patterns over module FQNs. "default" stands for
+    attention, feed-forward and expert weights; a leading "!" removes; an empty list converts
+    nothing, and every parameter is then high-precision. A pattern that matches no module is an error."""
+
+    strategy: Literal["block", "param"] = "block"
+    """How tiles are shared out over the data-parallel ranks: "block" cuts every weight at tiles,
+    "param" gives whole parameters to ranks, largest first, and pads every rank to the fullest."""
+
+    scale_format: Literal["fp32", "ue8m0"] = "fp32"
+    """Scales as fp32 numbers, or rounded up to powers of two."""
+
+    main_round: Literal["none", "bf16"] = "none"
+    """Round main parameters to bf16 before quantizing them, as TransformerEngine does."""
+
+    wgrad: Literal["bf16", "fp8"] = "bf16"
+    """Weight-gradient GEMM: "bf16" multiplies in the compute dtype, "fp8" quantizes both sides 1x128."""
+
+    gemm: Literal["auto", "reference", "torch"] = "auto"
+    """GEMM backend; "auto" takes the fastest that this device runs."""
+
+    bucket_mib: int = 512
+    """Largest gradient payload of one reduce-scatter, MiB."""
+
+    padding_limit: float = 0.02
+    """Small parameters are pooled where padding would pass this share of a bucket."""
+
+
+@dataclass
+class JobConfig:
+    blockwise_fp8: BlockwiseFP8 = field(default_factory=BlockwiseFP8)
