@@ -130,7 +130,7 @@ def test_wrong_shapes_are_named():
     codes, scale_inv = quantize_blockwise(torch.randn(200, 300))
     with pytest.raises(ValueError, match=r"need scale_inv \(2, 3\), got \(3, 2\)"):
         dequantize_blockwise(codes, scale_inv.t())
-    with pytest.raises(ValueError, match="scale_format must be one of .* got 'fp16'"):
+    with pytest.raises(ValueError, match=r"scale_format must be one of .* got 'fp16'"):
         quantize_blockwise(torch.randn(2, 2), "fp16")
 
 

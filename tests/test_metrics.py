@@ -63,6 +63,11 @@ def train(processor, steps, loss=lambda step: 8.0 - step):
         processor.log(step, loss(step), 9.0, 0.25, extra_metrics={"lr": 1e-3, "note": "text"})
 
 
+def validate(processor, step, loss):
+    processor.clock.now += 0.5
+    processor.log_validation(loss, step)
+
+
 def test_a_logged_step_is_one_json_object(build, tmp_path, caplog):
     processor = build()
     with caplog.at_level("INFO"):
@@ -88,7 +93,7 @@ def test_tokens_per_s_counts_ranks_that_share_data_once(build, tmp_path):
 def test_numbers_that_are_not_finite_are_null(build, tmp_path):
     processor = build()
     train(processor, [1], loss=lambda step: math.nan)
-    processor.log_validation(math.inf, 1)
+    validate(processor, 1, math.inf)
     content = (tmp_path / "metrics.jsonl").read_text()
     step, validation = [
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -131,7 +136,7 @@ def test_close_draws_training_and_validation_loss(build, tmp_path):
     without = imread(tmp_path / "loss.png")
     processor = build()
     train(processor, range(1, 4))
-    processor.log_validation(5.0, 3)
+    validate(processor, 3, 5.0)
     processor.close()
     image = imread(tmp_path / "loss.png")
     assert image.shape[0] > 300 and image.min() < image.max()

@@ -5,6 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torchtitan.models.llama3.infra.parallelize as llama3
+import torchtitan.models.llama4.infra.parallelize as llama4
+import torchtitan.models.moe.kernels as kernels
+from torch.distributed.fsdp import fully_shard
 
 import torchtitan_patches
 from torchtitan_patches import guard
@@ -63,57 +68,56 @@ assert torch.histc(torch.tensor([0.5]), bins=1, min=0, max=1).dtype == torch.flo
         assert out.count(f"applied patch {name}:") == 1
 
 
-def test_cpu_permute_sorts_tokens_by_expert_and_compiles():
-    run_python(
-        """
-import torch, torchtitan_patches as patches
-patches.apply(["cpu_permute"])
-from torchtitan.models.moe.kernels import generate_permute_indices
+@pytest.fixture
+def kept(monkeypatch):
+    """Puts back what a patch applied in this process replaces."""
 
-# 2 ranks send tokens to 2 local experts: rank 0 sends 1 and 2, rank 1 sends 3 and 0.
-tokens = torch.tensor([1, 2, 3, 0])
-for run in (generate_permute_indices, torch.compile(generate_permute_indices, fullgraph=True,
-                                                    backend="aot_eager")):
-    indices, sizes, _ = run(tokens, 2, 2, 16, 8)
-    assert sizes.tolist() == [8, 8]
-    assert indices.tolist() == [0, 3, 4, 5, -1, -1, -1, -1, 1, 2, -1, -1, -1, -1, -1, -1]
-"""
-    )
+    def keep(*modules, name):
+        for module in modules:
+            monkeypatch.setattr(module, name, getattr(module, name))
+
+    return keep
 
 
-def test_gloo_sum_reaches_every_fsdp_module():
-    run_python(
-        """
-import torch, torch.distributed as dist, torchtitan_patches as patches
-patches.apply(["gloo_sum"])
-from torch.distributed.fsdp import fully_shard
-from torchtitan.models.llama3.infra import parallelize as llama3
-from torchtitan.models.llama4.infra import parallelize as llama4
-assert llama3.disable_fsdp_gradient_division is llama4.disable_fsdp_gradient_division
-
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-mesh = dist.init_device_mesh("cpu", (1,))
-fully_shard(model[0], mesh=mesh), fully_shard(model, mesh=mesh)
-llama3.disable_fsdp_gradient_division(model)
-for module in (model, model[0]):
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        assert group.force_sum_reduction_for_comms and group.gradient_divide_factor == 1.0
-"""
-    )
+def test_cpu_permute_sorts_tokens_by_expert_and_compiles(kept):
+    kept(kernels, name="fill_indices_wrapper")
+    torchtitan_patches.apply(["cpu_permute"])
+    # 2 ranks send tokens to 2 local experts: rank 0 sends 1 and 2, rank 1 sends 3 and 0.
+    tokens = torch.tensor([1, 2, 3, 0])
+    eager = kernels.generate_permute_indices
+    for run in (eager, torch.compile(eager, fullgraph=True, backend="aot_eager")):
+        indices, sizes, _ = run(tokens, 2, 2, 16, 8)
+        assert sizes.tolist() == [8, 8]
+        assert indices.tolist() == [0, 3, 4, 5, -1, -1, -1, -1, 1, 2, -1, -1, -1, -1, -1, -1]
 
 
-def test_cpu_device_refuses_after_torchtitan_is_imported():
-    out = run_python(
-        """
-import torchtitan, torchtitan_patches as patches
-try:
-    patches.apply(["cpu_device"])
-except RuntimeError as error:
-    print(error)
-"""
-    )
-    assert "cpu_device refuses to apply: torchtitan is imported already" in out
+@pytest.fixture
+def one_gloo_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_gloo_sum_reaches_every_fsdp_module(kept, one_gloo_rank):
+    kept(llama3, llama4, name="disable_fsdp_gradient_division")
+    torchtitan_patches.apply(["gloo_sum"])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    fully_shard(model[0], mesh=one_gloo_rank)
+    fully_shard(model, mesh=one_gloo_rank)
+    for module in (llama3, llama4):
+        for part in (model, model[0]):
+            part.set_force_sum_reduction_for_comms(False)
+        module.disable_fsdp_gradient_division(model)
+        for part in (model, model[0]):
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                assert group.force_sum_reduction_for_comms
+                assert group.gradient_divide_factor == 1.0
+
+
+def test_cpu_device_refuses_after_torchtitan_is_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torchtitan.tools.utils")
+    with pytest.raises(RuntimeError, match=r"cpu_device refuses.*is imported already"):
+        torchtitan_patches.apply(["cpu_device"])
 
 
 @pytest.mark.parametrize("package", ["torch", "torchtitan"])

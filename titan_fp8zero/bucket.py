@@ -84,9 +84,7 @@ class Gathered(NamedTuple):
     scale_inv: torch.Tensor | None
     """fp32 `[ranks, units_per_rank]`, of an FP8 bucket."""
 
-    def member(
-        self, main: MainLayout, member: Member
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def member(self, main: MainLayout, member: Member) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A weight's units end to end, and their scales."""
         runs = list(main.runs(member))
 
@@ -100,9 +98,7 @@ class Gathered(NamedTuple):
 class ReducedGradient:
     """A rank's shard of the summed gradients of a bucket."""
 
-    def __init__(
-        self, units: torch.Tensor, flags: torch.Tensor, flag_of: dict[str, int]
-    ) -> None:
+    def __init__(self, units: torch.Tensor, flags: torch.Tensor, flag_of: dict[str, int]) -> None:
         self.units = units
         """`[units_per_rank, *unit]`."""
         self._flags = flags

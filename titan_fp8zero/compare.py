@@ -39,10 +39,10 @@ class Run:
     tokens_per_s: float
 
     @property
-    def last_loss(self) -> float:
-        """Mean over the last steps; NaN if one of them was not finite."""
+    def last_loss(self) -> float | None:
+        """Mean over the last steps, None if one of them was not finite."""
         last = list(self.losses.values())[-LAST_STEPS:]
-        return statistics.fmean(float("nan") if loss is None else loss for loss in last)
+        return None if None in last else statistics.fmean(loss for loss in last if loss is not None)
 
 
 @dataclass(frozen=True)

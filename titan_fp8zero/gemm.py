@@ -170,7 +170,7 @@ def fp8_wgrad_nt(
     wgrad = _wgrad_nt[choose_backend(x_codes.device, backend)]
     if num_tokens_per_expert is None:
         return wgrad(dy_codes, dy_scale, x_codes, x_scale, out_dtype)
-    shape = (num_tokens_per_expert.shape[0], dy_codes.shape[0], x_codes.shape[0])
+    shape = _wgrad_shape(dy_codes.shape[0], x_codes.shape[0], num_tokens_per_expert)
     out = dy_codes.new_empty(shape, dtype=out_dtype)
     slices = _token_slices(num_tokens_per_expert, x_codes.shape[1])
     for expert, (tokens, groups) in enumerate(slices):
@@ -186,8 +186,8 @@ def fp8_wgrad_nt(
 
 @fp8_wgrad_nt.register_fake
 def _(dy_codes, dy_scale, x_codes, x_scale, out_dtype, backend, num_tokens_per_expert=None):
-    experts = () if num_tokens_per_expert is None else (num_tokens_per_expert.shape[0],)
-    return dy_codes.new_empty((*experts, dy_codes.shape[0], x_codes.shape[0]), dtype=out_dtype)
+    shape = _wgrad_shape(dy_codes.shape[0], x_codes.shape[0], num_tokens_per_expert)
+    return dy_codes.new_empty(shape, dtype=out_dtype)
 
 
 @_opaque("titan_fp8zero::bf16_wgrad_tn")
@@ -206,7 +206,7 @@ def bf16_wgrad_tn(
     matmul = _matmul_tn[choose_backend(dy.device, backend)]
     if num_tokens_per_expert is None:
         return matmul(dy, blocks.dequantize_rows(x_codes, x_scale, dy.dtype), out_dtype)
-    shape = (num_tokens_per_expert.shape[0], dy.shape[1], x_codes.shape[1])
+    shape = _wgrad_shape(dy.shape[1], x_codes.shape[1], num_tokens_per_expert)
     out = dy.new_empty(shape, dtype=out_dtype)
     for expert, (tokens, _) in enumerate(_token_slices(num_tokens_per_expert, dy.shape[0])):
         x = blocks.dequantize_rows(x_codes[tokens], x_scale[tokens], dy.dtype)
@@ -216,8 +216,13 @@ def bf16_wgrad_tn(
 
 @bf16_wgrad_tn.register_fake
 def _(dy, x_codes, x_scale, out_dtype, backend, num_tokens_per_expert=None):
+    shape = _wgrad_shape(dy.shape[1], x_codes.shape[1], num_tokens_per_expert)
+    return dy.new_empty(shape, dtype=out_dtype)
+
+
+def _wgrad_shape(rows: int, cols: int, num_tokens_per_expert: Tensor | None) -> tuple[int, ...]:
     experts = () if num_tokens_per_expert is None else (num_tokens_per_expert.shape[0],)
-    return dy.new_empty((*experts, dy.shape[1], x_codes.shape[1]), dtype=out_dtype)
+    return *experts, rows, cols
 
 
 def _token_slices(num_tokens_per_expert: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice]]:

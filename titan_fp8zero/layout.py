@@ -123,8 +123,8 @@ def plan_buckets(
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    if not 0 <= padding_limit <= 1:
-        raise ValueError(f"padding_limit is a share between 0 and 1, got {padding_limit}")
+    if not padding_limit >= 0:
+        raise ValueError(f"padding_limit is a share of a bucket, at least 0, got {padding_limit}")
     buckets = _split_into_buckets(weights, bucket_bytes)
     if strategy == "param":
         return [_bin_whole_weights(bucket) for bucket in buckets]

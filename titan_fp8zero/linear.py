@@ -77,9 +77,9 @@ class BlockwiseFP8Linear(nn.Linear):
         converted.bias = linear.bias
         return converted.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight = self._compute_weights.get("weight") or quantized(self.weight, self.config)
-        x = to_compute_dtype(x)
+        x = to_compute_dtype(input)
         rows = quantize_activation(x.reshape(-1, x.shape[-1]), self.config, (weight,))
         out = multiply(rows, weight, self.config)
         if self.bias is not None:
@@ -103,8 +103,9 @@ def quantized(weight: Tensor, config: FP8Config) -> FP8Weight:
 
 def to_compute_dtype(x: Tensor) -> Tensor:
     """x in the dtype that autocast asks for, as `nn.Linear` would; TypeError for an unfit dtype."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
     if x.dtype not in COMPUTE_DTYPES:
         raise TypeError(f"blockwise FP8 computes in bfloat16 or float32, got x in {x.dtype}")
     return x

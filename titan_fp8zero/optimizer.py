@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from titan_fp8zero.zero1 import local_tensor, main_of
+from titan_fp8zero.main_parameter import local_tensor, main_of
 
 
 class BlockwiseAdamW(torch.optim.AdamW):

@@ -1,101 +1,29 @@
-"""`shard_zero1`: registers main parameters, and says when gradients are reduced and weights published."""
+"""`shard_zero1`: registers main parameters, says when to reduce gradients and publish weights."""
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from titan_fp8zero.blocks import SCALE_FORMATS, TILE_NUMEL, ScaleFormat, fold, num_tiles, unfold
-from titan_fp8zero.blocks import scale_shape as scale_shape_of
-from titan_fp8zero.bucket import Bucket, DataParallelMesh, Payload, Precision, ReducedGradient
-from titan_fp8zero.compute_weight import FP8Weight, gradient_carrier, reader_class
-from titan_fp8zero.layout import MainLayout, Member, Strategy, WeightSpec, plan_buckets
+from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
+from titan_fp8zero.bucket import Bucket, Precision, ReducedGradient
+from titan_fp8zero.compute_weight import reader_class
+from titan_fp8zero.layout import BucketLayout, Strategy, plan_buckets
+from titan_fp8zero.main_parameter import (
+    MainParameter,
+    Weight,
+    collect_weights,
+    empty_compute_weight,
+    local_tensor,
+    main_of,
+    make_main_parameter,
+    weight_spec,
+)
 from titan_fp8zero.norm import clip_factor, total_norm
-from titan_fp8zero.placement import BlockShard
-
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(eq=False)
-class _Weight:
-    """A weight of the model: who reads it, and where its units live."""
-
-    fqn: str
-    readers: list[tuple[nn.Module, str]]
-    parameter: nn.Parameter
-    is_fp8: bool
-    mesh: "_WeightMesh"
-    shape: tuple[int, ...]
-    """Of the local weight: what one model-parallel rank holds whole."""
-    main: "_Main" = field(init=False)
-    member: Member = field(init=False)
-    compute: FP8Weight | torch.Tensor = field(init=False)
-    updates: int = 0
-    """Optimizer steps in which the weight had a gradient."""
-
-    @property
-    def trainable(self) -> bool:
-        return self.parameter.requires_grad
-
-    @property
-    def leaf(self) -> torch.Tensor:
-        """Where autograd delivers the gradient."""
-        return self.compute.carrier if isinstance(self.compute, FP8Weight) else self.compute
-
-    def to_units(self, local: torch.Tensor) -> torch.Tensor:
-        return fold(local) if self.is_fp8 else local.reshape(-1)
-
-
-@dataclass(frozen=True)
-class _WeightMesh:
-    """The mesh of a main parameter, and which dims of it are data-parallel."""
-
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
-    """Of the main parameter, over all dims of `mesh`."""
-    data_parallel: DataParallelMesh
-    model_parallel: tuple[tuple[str, Placement], ...]
-    """Dims that stay sharded in the compute weight (EP), and their placement there."""
-
-    def main_tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """Wrap a rank's units as the sharded tensor they are part of."""
-        if self.mesh is None:
-            return local
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
-
-
-@dataclass(eq=False)
-class _Main:
-    """A main parameter: the registered one, and the weights it holds."""
-
-    layout: MainLayout
-    bucket: Bucket
-    owner: "Zero1"
-    weights: list[_Weight]
-    parameter: nn.Parameter
-    payload: Payload
-    updates: int = 0
-
-    def local(self, bucket_shard: torch.Tensor) -> torch.Tensor:
-        """This main parameter's part of a rank's shard of the bucket."""
-        start = self.layout.local_start
-        return bucket_shard[start : start + self.layout.units_per_rank]
-
-
-def main_of(parameter: torch.Tensor) -> _Main | None:
-    """What `shard_zero1` knows of a main parameter; None for any other tensor."""
-    return getattr(parameter, "_zero1_main", None)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Zero1:
@@ -104,7 +32,7 @@ class Zero1:
     def __init__(
         self,
         model: nn.Module,
-        weights: list[_Weight],
+        weights: list[Weight],
         precision: Precision,
         *,
         strategy: Strategy,
@@ -118,18 +46,18 @@ class Zero1:
         self._weights = weights
         self._requires_gradient_sync = True
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._layouts = plan_buckets(
-            [_weight_spec(weight, precision) for weight in weights],
+        layouts = plan_buckets(
+            [weight_spec(weight, precision) for weight in weights],
             strategy=strategy,
             bucket_bytes=bucket_bytes,
             padding_limit=padding_limit,
         )
-        self._buckets: list[Bucket] = []
-        self._mains: list[_Main] = []
-        self._make_buckets(precision)
+        self._mains_of = dict(self._make_bucket(layout, precision) for layout in layouts)
         # Backward meets the last modules first: their buckets are complete, and reduced, first.
         self._reduce_order = [
-            bucket for bucket in reversed(self._buckets) if self._is_trainable(bucket)
+            bucket
+            for bucket, mains in reversed(self._mains_of.items())
+            if mains[0].parameter.requires_grad
         ]
         self._reset_backwards()
         self._reset_step()
@@ -138,69 +66,50 @@ class Zero1:
         self.publish_all()
         model.register_load_state_dict_post_hook(lambda module, keys: self.publish_all())
 
-    # Making main parameters.
+    # Making main parameters and compute weights.
 
     @property
-    def layouts(self):
+    def layouts(self) -> list[BucketLayout]:
         """The bucket layouts, in forward order."""
-        return self._layouts
+        return [bucket.layout for bucket in self._mains_of]
 
     @property
     def main_parameters(self) -> list[nn.Parameter]:
         """The registered main parameters, frozen ones too."""
-        return [main.parameter for main in self._mains]
+        return [main.parameter for main in self._mains()]
 
-    def _make_buckets(self, precision: Precision) -> None:
+    def _mains(self) -> Iterable[MainParameter]:
+        return (main for mains in self._mains_of.values() for main in mains)
+
+    def _make_bucket(
+        self, layout: BucketLayout, precision: Precision
+    ) -> tuple[Bucket, list[MainParameter]]:
         by_fqn = {weight.fqn: weight for weight in self._weights}
-        for layout in self._layouts:
-            first = by_fqn[layout.members[0].weight.fqn]
-            bucket = Bucket(
-                layout,
-                first.mesh.data_parallel,
-                precision=precision,
-                device=local_tensor(first.parameter).device,
-            )
-            self._buckets.append(bucket)
-            for main_layout in layout.mains:
-                self._make_main(bucket, main_layout, by_fqn)
-
-    def _make_main(
-        self, bucket: Bucket, layout: MainLayout, by_fqn: dict[str, _Weight]
-    ) -> None:
-        weights = [by_fqn[member.weight.fqn] for member in layout.members]
-        for weight, member in zip(weights, layout.members, strict=True):
-            weight.member = member
-            _relay(weight, layout, bucket)
-        shard = bucket.main[layout.local_start : layout.local_start + layout.units_per_rank]
-        parameter = nn.Parameter(
-            weights[0].mesh.main_tensor(shard), requires_grad=weights[0].trainable
-        )
-        main = _Main(layout, bucket, self, weights, parameter, bucket.payload(layout))
-        parameter._zero1_main = main
-        self._mains.append(main)
-        for weight in weights:
-            weight.main = main
-            weight.parameter = parameter
-            for module, name in weight.readers:
-                module.register_parameter(name, parameter)
-
-    def _is_trainable(self, bucket: Bucket) -> bool:
-        return any(main.bucket is bucket and main.parameter.requires_grad for main in self._mains)
+        first = by_fqn[layout.members[0].weight.fqn]
+        device = local_tensor(first.parameter).device
+        bucket = Bucket(layout, first.mesh.data_parallel, precision=precision, device=device)
+        mains = []
+        for main_layout in layout.mains:
+            weights = [by_fqn[member.weight.fqn] for member in main_layout.members]
+            mains.append(make_main_parameter(main_layout, bucket, weights, self))
+        return bucket, mains
 
     def _bind_compute_weights(self, precision: Precision) -> None:
         for weight in self._weights:
-            weight.compute = _empty_compute_weight(weight, precision)
+            weight.compute = empty_compute_weight(weight, precision)
             for module, name in weight.readers:
                 module.__dict__.setdefault("_compute_weights", {})[name] = weight.compute
             if weight.trainable:
-                weight.leaf.register_post_accumulate_grad_hook(
-                    functools.partial(self._on_gradient, weight)
-                )
-        for module in {id(m): m for w in self._weights for m, _ in w.readers}.values():
+                on_gradient = functools.partial(self._on_gradient, weight)
+                weight.leaf.register_post_accumulate_grad_hook(on_gradient)
+        for module in self._reader_modules():
             fp8_names = getattr(module, "fp8_weights", ())
             names = tuple(name for name in module._compute_weights if name not in fp8_names)
             if names:
                 module.__class__ = reader_class(type(module), names)
+
+    def _reader_modules(self) -> Iterable[nn.Module]:
+        return dict.fromkeys(module for weight in self._weights for module, _ in weight.readers)
 
     def _refuse_apply(self, model: nn.Module) -> None:
         def refuse(fn: Callable, recurse: bool = True) -> nn.Module:
@@ -210,8 +119,7 @@ class Zero1:
                 "model before shard_zero1."
             )
 
-        readers = [module for weight in self._weights for module, _ in weight.readers]
-        for module in [model, *readers]:
+        for module in [model, *self._reader_modules()]:
             module.__dict__["_apply"] = refuse
 
     # Backward: fold-accumulate, reduce.
@@ -225,7 +133,7 @@ class Zero1:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated but not reduced, after a failed backward, say."""
-        for bucket in self._buckets:
+        for bucket in self._mains_of:
             bucket.drop_gradient()
         self._reset_backwards()
 
@@ -233,10 +141,10 @@ class Zero1:
         self._backwards_seen = 0
         self._unreduced_backwards = 0
         self._graph_task: int | None = None
-        self._used_locally: set[_Weight] = set()
+        self._used_locally: set[Weight] = set()
 
     @torch.no_grad()
-    def _on_gradient(self, weight: _Weight, leaf: torch.Tensor) -> None:
+    def _on_gradient(self, weight: Weight, leaf: torch.Tensor) -> None:
         self._enter_backward()
         gradient = local_tensor(leaf.grad)
         leaf.grad = None
@@ -264,10 +172,10 @@ class Zero1:
         self._reduces_now = (
             self._requires_gradient_sync and self._backwards_seen == self.backwards_per_step - 1
         )
-        self._awaited = {bucket: set() for bucket in self._reduce_order}
-        for weight in self._weights:
-            if weight.trainable:
-                self._awaited[weight.main.bucket].add(weight)
+        self._awaited = {
+            bucket: {weight for main in self._mains_of[bucket] for weight in main.weights}
+            for bucket in self._reduce_order
+        }
         self._to_reduce = list(reversed(self._reduce_order))
         Variable._execution_engine.queue_callback(self._leave_backward)
 
@@ -293,9 +201,7 @@ class Zero1:
         self._is_norm_agreed = False
 
     def _assign_gradients(self, bucket: Bucket, reduced: ReducedGradient) -> None:
-        for main in self._mains:
-            if main.bucket is not bucket:
-                continue
+        for main in self._mains_of[bucket]:
             used = [weight for weight in main.weights if self._is_used(weight, reduced)]
             if not used:
                 continue
@@ -307,7 +213,7 @@ class Zero1:
             else:
                 main.parameter.grad += gradient
 
-    def _is_used(self, weight: _Weight, reduced: ReducedGradient) -> bool:
+    def _is_used(self, weight: Weight, reduced: ReducedGradient) -> bool:
         # What this rank used need not be asked: that spares the wait for the device.
         return weight in self._used_locally or reduced.is_used_by_any_rank(weight.member)
 
@@ -334,6 +240,7 @@ class Zero1:
 
         def drop_and_zero_grad(set_to_none: bool = True) -> None:
             self.drop_gradients()
+            self._reset_step()
             zero_grad(set_to_none)
 
         optimizer.zero_grad = drop_and_zero_grad  # optimizers have no zero_grad hook
@@ -349,13 +256,12 @@ class Zero1:
         Returns whether the step goes on. `norm` must be the same on all ranks.
         """
         self._is_norm_agreed = True
-        if norm.isfinite():
-            return True
-        for main in self._mains:
-            main.parameter.grad = None
-        self._is_skipped = True
-        self.skipped_steps += 1
-        return False
+        self._is_skipped = not bool(norm.isfinite())
+        if self._is_skipped:
+            self.skipped_steps += 1
+            for main in self._mains():
+                main.parameter.grad = None
+        return not self._is_skipped
 
     def clip(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a 0-dim tensor: in the update where the optimizer can."""
@@ -363,17 +269,12 @@ class Zero1:
             for optimizer in self._optimizers:
                 optimizer.clip_factor = factor
             return
-        gradients = [
-            local_tensor(main.parameter.grad)
-            for main in self._mains
-            if main.parameter.grad is not None
-        ]
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_([local_tensor(gradient) for gradient in self._gradients()], factor)
 
     def _reset_step(self) -> None:
         self._is_norm_agreed = False
         self._is_skipped = False
-        self._used_in_step: set[_Weight] = set()
+        self._used_in_step: set[Weight] = set()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -397,15 +298,15 @@ class Zero1:
             "drop them"
         )
 
-    def _gradients(self) -> Iterable[torch.Tensor]:
-        return [main.parameter.grad for main in self._mains if main.parameter.grad is not None]
+    def _gradients(self) -> list[torch.Tensor]:
+        return [main.parameter.grad for main in self._mains() if main.parameter.grad is not None]
 
     def _keep_unused_members(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what the step must not change: pooled weights that no rank used.
 
         A weight alone in its main parameter simply has no gradient then.
         """
-        for main in self._mains:
+        for main in self._mains():
             if main.parameter.grad is None or not self._used_in_step:
                 continue
             main.updates += 1
@@ -418,23 +319,21 @@ class Zero1:
                     if tensor.shape == main.parameter.shape:
                         self._keep_runs(main, weight, local_tensor(tensor.detach()))
 
-    def _check_updates(self, weight: _Weight) -> None:
+    def _check_updates(self, weight: Weight) -> None:
         weight.updates += 1
         if weight.updates != weight.main.updates:
             others = [other.fqn for other in weight.main.weights if other is not weight]
             raise RuntimeError(
                 f"{weight.fqn} had a gradient in this step but not in every step before, and it "
                 f"shares a main parameter, and its step count, with {', '.join(others)}: use the "
-                'strategy "block" with padding_limit=1.0, which pools nothing'
+                'strategy "block" with padding_limit=inf, which pools nothing'
             )
 
-    def _keep_runs(self, main: _Main, weight: _Weight, local: torch.Tensor) -> None:
-        rank = main.bucket.mesh.rank
-        for run in main.layout.runs(weight.member):
-            if run.rank == rank:
-                start = run.local_start - main.layout.local_start
-                units = local[start : start + run.units]
-                self._kept.append((units, units.clone()))
+    def _keep_runs(self, main: MainParameter, weight: Weight, local: torch.Tensor) -> None:
+        for run in main.owned_runs(weight):
+            start = run.local_start - main.layout.local_start
+            units = local[start : start + run.units]
+            self._kept.append((units, units.clone()))
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -453,26 +352,25 @@ class Zero1:
     def publish_all(self) -> None:
         """Quantize and publish every main parameter, after a change from outside (a load, say)."""
         self._mark_payloads_stale()
-        self._publish(self._buckets)
+        self._publish(list(self._mains_of))
 
     def _mark_payloads_stale(self) -> None:
-        for main in self._mains:
+        for main in self._mains():
             main.payload.is_fresh = False
 
     @torch.no_grad()
     def _publish(self, buckets: list[Bucket]) -> None:
-        for main in self._mains:
-            if main.bucket in buckets and not main.payload.is_fresh:
-                main.payload.write(local_tensor(main.parameter.detach()))
         for bucket in buckets:
+            for main in self._mains_of[bucket]:
+                if not main.payload.is_fresh:
+                    main.payload.write(local_tensor(main.parameter.detach()))
+                main.payload.is_fresh = False
             bucket.start_publish()
         for bucket in buckets:
             gathered = bucket.finish_publish()
-            for main in self._mains:
-                if main.bucket is bucket:
-                    main.payload.is_fresh = False
-                    for weight in main.weights:
-                        _unfold_into(weight, *gathered.member(main.layout, weight.member))
+            for main in self._mains_of[bucket]:
+                for weight in main.weights:
+                    weight.write_compute(*gathered.member(main.layout, weight.member))
 
 
 def shard_zero1(
@@ -503,12 +401,12 @@ def shard_zero1(
         expert_mesh: the data-parallel mesh of expert weights under expert parallelism; its dims
             are dims of the expert weights' own mesh.
         strategy: "block" shares out tiles, "param" whole weights; the results are the same bits.
-        compute_dtype: bf16 or fp32, of high-precision compute weights and of FP8 weights' gradients.
+        compute_dtype: bf16 or fp32, of high-precision compute weights and FP8 weights' gradients.
         gradient_dtype: of gradient accumulation and reduction.
         scale_format: "fp32", or "ue8m0": powers of two.
         round_main_to_bf16: round main parameters to bf16 before quantizing.
         bucket_bytes: largest gradient payload of one reduce-scatter.
-        padding_limit: share of a bucket above which small parameters are pooled.
+        padding_limit: share of a bucket above which small parameters are pooled; inf pools nothing.
         backwards_per_step: backward passes that make up an optimizer step; the last one reduces.
 
     Raises ValueError or TypeError that names the parameter or argument, and what was expected.
@@ -524,7 +422,7 @@ def shard_zero1(
         raise ValueError(
             f"mesh must be 1-D (shard) or 2-D (replicate, shard), got {mesh.ndim} dims"
         )
-    weights = _collect_weights(model, mesh, expert_mesh)
+    weights = collect_weights(model, mesh, expert_mesh)
     if not weights:
         raise ValueError("the model has no parameters")
     return Zero1(
@@ -559,192 +457,3 @@ def clip_grad_norm_(
         if zero1.agree_on_norm(norm):
             zero1.clip(clip_factor(norm, max_norm))
     return norm
-
-
-def _collect_weights(
-    model: nn.Module, mesh: DeviceMesh | None, expert_mesh: DeviceMesh | None
-) -> list[_Weight]:
-    weights: dict[int, _Weight] = {}
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            fqn = _clean_fqn(f"{module_name}.{name}" if module_name else name)
-            is_fp8 = name in getattr(module, "fp8_weights", ())
-            if id(parameter) in weights:
-                _add_reader(weights[id(parameter)], fqn, is_fp8, module, name)
-                continue
-            _check_parameter(fqn, parameter)
-            weight_mesh = _weight_mesh(fqn, parameter, mesh, expert_mesh)
-            weights[id(parameter)] = _Weight(
-                fqn,
-                [(module, name)],
-                parameter,
-                is_fp8,
-                weight_mesh,
-                _local_shape(parameter, weight_mesh),
-            )
-    return list(weights.values())
-
-
-def _clean_fqn(fqn: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        fqn = fqn.replace(prefix, "")
-    return fqn
-
-
-def _add_reader(weight: _Weight, fqn: str, is_fp8: bool, module: nn.Module, name: str) -> None:
-    if weight.is_fp8 != is_fp8:
-        raise ValueError(
-            f"{weight.fqn} and {fqn} are one tied parameter, but only one of them computes in FP8: "
-            "convert both modules, or none"
-        )
-    weight.readers.append((module, name))
-
-
-def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
-    if main_of(parameter) is not None:
-        raise ValueError(f"{fqn} is a main parameter already: shard_zero1 was called twice")
-    if parameter.is_meta:
-        raise ValueError(f"{fqn} is on the meta device: materialize it before shard_zero1")
-    if not parameter.is_floating_point() or parameter.element_size() == 1:
-        raise TypeError(f"{fqn} must be fp32, bf16 or fp16, got {parameter.dtype}")
-    if parameter.numel() == 0:
-        raise ValueError(f"{fqn} has no elements: shape {tuple(parameter.shape)}")
-
-
-def _weight_mesh(
-    fqn: str,
-    parameter: nn.Parameter,
-    mesh: DeviceMesh | None,
-    expert_mesh: DeviceMesh | None,
-) -> _WeightMesh:
-    if not isinstance(parameter, DTensor):
-        if mesh is None:
-            return _WeightMesh(None, (), DataParallelMesh(None, None), ())
-        names = tuple(range(mesh.ndim))
-        return _place(mesh, names, names, ())
-    names = parameter.device_mesh.mesh_dim_names or ()
-    known = {name for m in (mesh, expert_mesh) if m is not None for name in m.mesh_dim_names or ()}
-    data_parallel = tuple(index for index, name in enumerate(names) if name in known)
-    if not data_parallel:
-        raise ValueError(
-            f"{fqn} is a DTensor over mesh dims {names}, none of which is a data-parallel dim "
-            f"({sorted(known)}): name them in mesh or expert_mesh"
-        )
-    model_parallel = tuple(
-        (name, parameter.placements[index])
-        for index, name in enumerate(names)
-        if index not in data_parallel
-    )
-    return _place(
-        parameter.device_mesh, tuple(range(len(names))), data_parallel, model_parallel
-    )
-
-
-def _place(
-    mesh: DeviceMesh,
-    dims: tuple[int, ...],
-    data_parallel: tuple[int, ...],
-    model_parallel: tuple[tuple[str, Placement], ...],
-) -> _WeightMesh:
-    """The last data-parallel dim shards, one in front of it replicates (HSDP)."""
-    *replicate_dims, shard_dim = data_parallel
-    sharded_elsewhere = dict(model_parallel)
-    placements: list[Placement] = []
-    for dim in dims:
-        if dim == shard_dim:
-            placements.append(BlockShard())
-        elif dim in replicate_dims:
-            placements.append(Replicate())
-        else:
-            # Expert shards lie end to end in dim 0, so that a norm over the mesh counts each once.
-            assert mesh.mesh_dim_names is not None
-            is_shard = sharded_elsewhere[mesh.mesh_dim_names[dim]].is_shard()
-            placements.append(Shard(0) if is_shard else Replicate())
-    return _WeightMesh(
-        mesh,
-        tuple(placements),
-        DataParallelMesh(
-            _submesh(mesh, shard_dim), _submesh(mesh, replicate_dims[0]) if replicate_dims else None
-        ),
-        model_parallel,
-    )
-
-
-def _submesh(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dim]]
-
-
-def _local_shape(parameter: nn.Parameter, mesh: _WeightMesh) -> tuple[int, ...]:
-    """Shape of what one model-parallel rank holds whole."""
-    shape = list(parameter.shape)
-    for name, placement in mesh.model_parallel:
-        if isinstance(placement, Shard):
-            size = mesh.mesh[name].size()
-            if shape[placement.dim] % size:
-                raise ValueError(
-                    f"dim {placement.dim} of shape {tuple(parameter.shape)} is not divisible by "
-                    f"mesh dim {name!r} of size {size}"
-                )
-            shape[placement.dim] //= size
-    return tuple(shape)
-
-
-def _weight_spec(weight: _Weight, precision: Precision) -> WeightSpec:
-    numel = torch.Size(weight.shape).numel()
-    return WeightSpec(
-        fqn=weight.fqn,
-        units=num_tiles(weight.shape) if weight.is_fp8 else numel,
-        numel=numel,
-        unit_bytes=precision.gradient.itemsize * (TILE_NUMEL if weight.is_fp8 else 1),
-        num_ranks=weight.mesh.data_parallel.num_ranks,
-        is_fp8=weight.is_fp8,
-        group=(weight.mesh, weight.is_fp8, weight.trainable),
-    )
-
-
-@torch.no_grad()
-def _relay(weight: _Weight, layout: MainLayout, bucket: Bucket) -> None:
-    """Gather one parameter over the data-parallel ranks, and keep this rank's units of it."""
-    full = weight.parameter
-    if isinstance(full, DTensor):
-        names = full.device_mesh.mesh_dim_names
-        kept = dict(weight.mesh.model_parallel)
-        full = full.redistribute(
-            placements=[kept.get(name, Replicate()) for name in names]
-        ).to_local()
-    units = weight.to_units(full.detach())
-    for run in layout.runs(weight.member):
-        if run.rank == bucket.mesh.rank:
-            bucket.main[run.local_start : run.local_start + run.units].copy_(
-                units[run.start : run.start + run.units]
-            )
-
-
-def _empty_compute_weight(weight: _Weight, precision: Precision) -> FP8Weight | torch.Tensor:
-    device = weight.main.bucket.main.device
-    if weight.is_fp8:
-        return FP8Weight(
-            codes=torch.zeros(weight.shape, dtype=torch.float8_e4m3fn, device=device),
-            scale_inv=torch.ones(scale_shape_of(weight.shape), device=device),
-            carrier=gradient_carrier(weight.shape, precision.compute, device).requires_grad_(
-                weight.trainable
-            ),
-        )
-    leaf = torch.zeros(weight.shape, dtype=precision.compute, device=device)
-    if weight.mesh.model_parallel:
-        names = tuple(name for name, _ in weight.mesh.model_parallel)
-        placements = [placement for _, placement in weight.mesh.model_parallel]
-        leaf = DTensor.from_local(leaf, weight.mesh.mesh[names], placements, run_check=False)
-    return leaf.requires_grad_(weight.trainable)
-
-
-def _unfold_into(
-    weight: _Weight, units: torch.Tensor, scale_inv: torch.Tensor | None
-) -> None:
-    """Write published units into a compute weight, in place: compiled graphs keep its address."""
-    if isinstance(weight.compute, FP8Weight):
-        assert scale_inv is not None
-        weight.compute.codes.copy_(unfold(units, weight.shape))
-        weight.compute.scale_inv.copy_(scale_inv.view(weight.compute.scale_inv.shape))
-    else:
-        local_tensor(weight.compute.detach()).copy_(units.view(weight.shape))

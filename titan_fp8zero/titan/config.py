@@ -16,7 +16,7 @@ class BlockwiseFP8:
     fqns: list[str] = field(default_factory=lambda: ["default"])
     """Which modules compute in FP8, as glob patterns over module FQNs. "default" stands for
     attention, feed-forward and expert weights; a leading "!" removes; an empty list converts
-    nothing, and every parameter is then high-precision. A pattern that matches no module is an error."""
+    nothing, and every parameter is then high-precision. A pattern that matches nothing is an error."""
 
     strategy: Literal["block", "param"] = "block"
     """How tiles are shared out over the data-parallel ranks: "block" cuts every weight at tiles,
@@ -29,7 +29,7 @@ class BlockwiseFP8:
     """Round main parameters to bf16 before quantizing them, as TransformerEngine does."""
 
     wgrad: Literal["bf16", "fp8"] = "bf16"
-    """Weight-gradient GEMM: "bf16" multiplies in the compute dtype, "fp8" quantizes both sides 1x128."""
+    """Weight-gradient GEMM: "bf16" is in the compute dtype, "fp8" quantizes both sides 1x128."""
 
     gemm: Literal["auto", "reference", "torch"] = "auto"
     """GEMM backend; "auto" takes the fastest that this device runs."""
@@ -38,7 +38,7 @@ class BlockwiseFP8:
     """Largest gradient payload of one reduce-scatter, MiB."""
 
     padding_limit: float = 0.02
-    """Small parameters are pooled where padding would pass this share of a bucket."""
+    """Small parameters are pooled where padding would pass this share of a bucket; inf: never."""
 
 
 @dataclass

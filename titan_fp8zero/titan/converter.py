@@ -41,7 +41,7 @@ class BlockwiseFP8Converter:
         }
 
     def convert(self, model: nn.Module) -> None:
-        """Convert in place; ValueError for a pattern of `[blockwise_fp8] fqns` that matches nothing."""
+        """Convert in place; ValueError for a pattern in `fqns` that matches nothing."""
         modules = {fqn: module for fqn, module in model.named_modules() if _is_convertible(module)}
         chosen = select_fqns(modules, self._fqns)
         for fqn in chosen:
@@ -59,7 +59,8 @@ def select_fqns(candidates: Iterable[str], patterns: list[str]) -> list[str]:
     """
     candidates = [fqn for fqn in candidates if not _matches_any(fqn, NEVER)]
     chosen: set[str] = set()
-    for pattern in filter(None, patterns):  # TorchTitan parses an empty list on the command line as [""]
+    # TorchTitan parses an empty list on the command line as [""].
+    for pattern in filter(None, patterns):
         removes = pattern.startswith("!")
         glob = pattern.removeprefix("!")
         globs = DEFAULT_PATTERNS if glob == DEFAULT else (glob,)

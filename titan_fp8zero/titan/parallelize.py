@@ -61,6 +61,8 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
             logger.info("Seed checkpoint: the model keeps its whole, unsharded parameters")
             return stock(model, parallel_dims, job_config)
         refuse_unsupported(job_config, parallel_dims)
+        for module in modules:  # selective activation checkpointing saves results of GEMMs
+            module._op_sac_save_list.add(torch.ops.titan_fp8zero.fp8_gemm_nt.default)
         meshes: dict[str, DeviceMesh | None] = {"mesh": None, "expert_mesh": None}
 
         def stage(model: nn.Module, dp_mesh: DeviceMesh, **fsdp_options: Any) -> None:

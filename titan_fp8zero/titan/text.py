@@ -12,7 +12,10 @@ TorchTitan's own datasets keep their names.
 import json
 import os
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from random import Random
+from typing import TextIO
 
 from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,8 +34,10 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 _DATASET_PATH = "training.dataset_path (of a validation dataset: validation.dataset_path)"
 
-PIECE_BYTES = 16 * 1024
-"""A `.txt` file is cut at line ends into samples of about this size, for ranks to share."""
+TXT_PIECE = 16 * 1024
+TOPIC_PIECE = 1024
+"""Characters in a sample of a `.txt` file, or a topic: longer ones are cut at line ends, for ranks
+to share. Topics are cut short and shuffled, so that a batch is not all of one topic."""
 
 
 def register_datasets() -> None:
@@ -48,10 +53,13 @@ def register_datasets() -> None:
 
 
 def python_docs(validation: bool) -> list[str]:
-    """The topics of one split: of all topics in sorted order, every tenth is for validation."""
+    """The samples of one split: of all topics in sorted order, every tenth is for validation."""
     from pydoc_data.topics import topics
 
-    return [topics[name] for i, name in enumerate(sorted(topics)) if (i % 10 == 9) == validation]
+    chosen = [name for i, name in enumerate(sorted(topics)) if (i % 10 == 9) == validation]
+    samples = [piece for name in chosen for piece in _pieces(StringIO(topics[name]), TOPIC_PIECE)]
+    Random(0).shuffle(samples)
+    return samples
 
 
 def _python_docs(validation: bool) -> Dataset:
@@ -105,9 +113,14 @@ def _jsonl_samples(file: str) -> Iterator[str]:
 
 
 def _txt_samples(file: str) -> Iterator[str]:
-    with open(file, encoding="utf-8") as lines:
-        while piece := lines.readlines(PIECE_BYTES):
-            yield "".join(piece)
+    with open(file, encoding="utf-8") as stream:
+        yield from _pieces(stream, TXT_PIECE)
+
+
+def _pieces(stream: TextIO, characters: int) -> Iterator[str]:
+    """Whole lines together, until they reach so many characters."""
+    while lines := stream.readlines(characters):
+        yield "".join(lines)
 
 
 def build_text_dataloader(

@@ -1,0 +1,142 @@
+"""Runs a function on several gloo ranks, each a process of its own, and brings back what it gave.
+
+Ranks are forked from one server process that has imported torch already: a run of four takes a
+fraction of a second, so that every test has fresh ranks, and one that aborts harms no other.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120.0
+GRACE = 10.0
+"""Seconds that ranks may go on after the first has failed: gloo tells most of them by then."""
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor.debug",
+    "hypothesis",
+    "pytest",
+    "titan_fp8zero",
+]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOADED)
+
+
+@dataclass
+class Outcome:
+    """How a rank ended: its return value, or a traceback or signal as `error`."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or did not end in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = TIMEOUT
+) -> list[Any]:
+    """Return values of a module's top-level function, by rank, in a gloo process group.
+
+    Raises RanksFailed with the ranks' tracebacks.
+    """
+    outcomes = rank_outcomes(function, num_ranks, *args, timeout=timeout)
+    failed = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
+    if failed:
+        raise RanksFailed("\n".join(failed))
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = TIMEOUT
+) -> list[Outcome]:
+    """As `run_ranks`, for functions that are meant to fail: raises nothing, leaves no process."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes, connections = [], []
+        for rank in range(num_ranks):
+            receiving, sending = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_run_rank,
+                args=(rank, num_ranks, f"{folder}/store", timeout, sending, function, args),
+                daemon=True,
+            )
+            process.start()
+            sending.close()
+            processes.append(process)
+            connections.append(receiving)
+        try:
+            return _collect(connections, processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(
+    connections: list[Connection], processes: list[Any], deadline: float
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(connections):
+        pending = {connections[r]: r for r in range(len(connections)) if r not in outcomes}
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in pending.values():
+                outcomes[rank] = Outcome(error="did not end in time, killed")
+        for connection in ready:
+            rank = pending[connection]
+            try:
+                outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                processes[rank].join(GRACE)
+                outcomes[rank] = Outcome(error=f"died, exit code {processes[rank].exitcode}")
+            if outcomes[rank].error is not None:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return [outcomes[rank] for rank in range(len(connections))]
+
+
+def _run_rank(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    timeout: float,
+    connection: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    faulthandler.dump_traceback_later(timeout - 1, file=sys.__stderr__)  # where a hang hangs
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        outcome = Outcome(value=function(*args))
+        dist.barrier()  # a rank that leaves early breaks the collectives of the others
+    except Exception:
+        outcome = Outcome(error=traceback.format_exc())
+    # Not Connection.send: it would share tensors through descriptors that die with this process.
+    connection.send_bytes(pickle.dumps(outcome))
+    connection.close()
+    if outcome.error is not None:
+        os._exit(1)  # tearing down a broken process group may hang
+    dist.destroy_process_group()
