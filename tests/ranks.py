@@ -88,9 +88,7 @@ def rank_outcomes(
                 process.join()
 
 
-def _collect(
-    connections: list[Connection], processes: list[Any], deadline: float
-) -> list[Outcome]:
+def _collect(connections: list[Connection], processes: list[Any], deadline: float) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(connections):
         pending = {connections[r]: r for r in range(len(connections)) if r not in outcomes}
@@ -131,12 +129,12 @@ def _run_rank(
     )
     try:
         outcome = Outcome(value=function(*args))
-        dist.barrier()  # a rank that leaves early breaks the collectives of the others
     except Exception:
         outcome = Outcome(error=traceback.format_exc())
     # Not Connection.send: it would share tensors through descriptors that die with this process.
     connection.send_bytes(pickle.dumps(outcome))
     connection.close()
     if outcome.error is not None:
-        os._exit(1)  # tearing down a broken process group may hang
-    dist.destroy_process_group()
+        os._exit(1)  # the others learn it from their connections to this rank
+    # A rank that leaves early breaks collectives that others have not finished: wait to be killed.
+    time.sleep(timeout)

@@ -284,6 +284,14 @@ def test_compare_trains_both_alike_and_writes_table_and_plot(tmp_path, capsys, f
     assert "mean of last 20" in printed and "+1.000%" in printed
 
 
+def test_compare_of_configs_that_write_no_metrics_says_what_to_import(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Job, "train", lambda job: None)
+    assert cli.main(["compare", *two_configs(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert 'custom_import has to be "titan_fp8zero.titan"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "old, new, told",
     [

@@ -209,7 +209,7 @@ def test_fakes_agree_with_the_ops(num_tokens):
     calls = [
         (gemm.quantize_weight, (w, "fp32")),
         (gemm.quantize_rows, (x, "ue8m0")),
-        (gemm.quantize_rows, (x.t(), "fp32")),
+        (gemm.quantize_rows, (torch.randn(256, 37).t(), "fp32")),
         (gemm.quantize_columns, (x, "fp32", num_tokens)),
         (gemm.fp8_gemm_nt, (*rows, *weight, *tail)),
         (gemm.fp8_wgrad_nt, (*columns[0], *columns[1], *tail)),
@@ -246,9 +246,8 @@ def test_scaled_mm_equals_the_reference(shape, scale_format, out_dtype):
         out = op(*operands, out_dtype, "torch")
         expected = op(*operands, out_dtype, "reference")
         assert out.dtype == out_dtype and out.shape == expected.shape and out.is_contiguous()
-        if expected.numel():
-            error = (out.double() - expected.double()).norm() / expected.double().norm()
-            assert error < 6e-3, (op, error)
+        error = (out.double() - expected.double()).norm()
+        assert error <= 6e-3 * expected.double().norm(), op
 
 
 @pytest.mark.gpu

@@ -77,6 +77,8 @@ def test_sqnr_against_fp32(shape, dtype, wgrad, scale_format):
     assert sqnr(linear.weight.grad, fp8.weight.grad) >= 27
     assert sqnr(linear.bias.grad, fp8.bias.grad) >= (100 if dtype == torch.float32 else 45)
     assert fp8.weight.grad.dtype == fp8.bias.grad.dtype == torch.float32
+    # Rounded once, to the dtype of the carrier, not to that of x before.
+    assert not torch.equal(fp8.weight.grad, fp8.weight.grad.bfloat16().float())
 
 
 @pytest.mark.parametrize("wgrad", WGRADS)
@@ -286,20 +288,32 @@ def test_saves_fp8_only(dtype, wgrad, bound, compiled):
 
 
 @pytest.mark.parametrize("wgrad", WGRADS)
+def test_frozen_weight_saves_no_activations(wgrad):
+    fp8 = BlockwiseFP8Linear(300, 200, wgrad=wgrad, bias=False).requires_grad_(False)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        fp8(torch.randn(50, 300, requires_grad=True))
+    assert sorted(t.numel() for t in saved) == [2 * 3, 200 * 300]
+
+
+@pytest.mark.parametrize("wgrad", WGRADS)
 @pytest.mark.parametrize("bound", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(bound, wgrad):
-    fp8 = BlockwiseFP8Linear(300, 200, wgrad=wgrad)
+    fp8 = BlockwiseFP8Linear(300, 200, bias=False, wgrad=wgrad)
     gradients = bind(fp8, torch.float32) if bound else None
     results = []
-    for run in (fp8, lambda x: checkpoint(fp8, x, use_reentrant=False)):
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(fp8, x, use_reentrant=False)
+
+    for run in (fp8, checkpointed, torch.compile(checkpointed, fullgraph=True)):
         fp8.zero_grad()
         x = torch.ones(20, 300).cumsum(0).sin().requires_grad_()
         run(x).square().sum().backward()
-        results.append((x.grad, gradients.pop() if bound else fp8.weight.grad, fp8.bias.grad))
+        results.append((x.grad, gradients.pop() if bound else fp8.weight.grad))
         assert not gradients
-        fp8.bias.grad = None
-    for plain, checkpointed in zip(*results, strict=True):
-        assert torch.equal(plain, checkpointed)
+    for plain, again, compiled in zip(*results, strict=True):
+        assert torch.equal(plain, again) and torch.equal(plain, compiled)
 
 
 # torch.compile

@@ -52,7 +52,7 @@ def test_copies_and_pickles_as_itself(duplicate):
 def test_equals_shard_0_with_another_hash():
     assert BlockShard() == Shard(0)
     assert Shard(0) == BlockShard()
-    assert not BlockShard() != Shard(0)
+    assert (BlockShard() != Shard(0)) is False
     assert hash(BlockShard()) != hash(Shard(0))
     assert hash((BlockShard(),)) != hash((Shard(0),))
     for other in (Shard(1), Replicate(), Partial(), _StridedShard(0, split_factor=2), 0, None):

@@ -61,8 +61,6 @@ def fold(weight: torch.Tensor) -> torch.Tensor:
         .transpose(2, 3)
         .reshape(-1, BLOCK, BLOCK)
     )
-    if tiles.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
-        tiles = tiles.clone()
     return tiles.view(weight.dtype) if is_byte else tiles
 
 
@@ -80,7 +78,7 @@ def unfold(tiles: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     rows, cols = shape[-2:]
     padded = tiles.view(experts, block_rows, block_cols, BLOCK, BLOCK).transpose(2, 3)
     padded = padded.reshape(experts, block_rows * BLOCK, block_cols * BLOCK)
-    return padded[:, :rows, :cols].reshape(shape)
+    return padded[:, :rows, :cols].reshape(shape).contiguous()
 
 
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "fp32") -> torch.Tensor:

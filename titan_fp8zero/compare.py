@@ -74,7 +74,7 @@ def compare(a: Path, b: Path, steps: int | None, nproc: int | None, out: Path) -
     Both log every step and start from scratch, without checkpoints.
 
     Raises:
-        BadInput: the configs do not train on the same tokens.
+        BadInput: the configs do not train on the same tokens, or write no metrics.
         RanksFailed: a rank of a run failed.
     """
     jobs = _load(a, b, steps, nproc, out)
@@ -125,6 +125,11 @@ def _get(config: Any, key: str) -> Any:
 
 def _read(job: Job) -> Run:
     lines = [metrics for metrics in read_metrics(job.metrics_file) if "loss" in metrics]
+    if not lines:
+        raise BadInput(
+            f"{job.config_file} wrote no losses to {job.metrics_file}; its [experimental] "
+            'custom_import has to be "titan_fp8zero.titan", or a module that imports it'
+        )
     speeds = [metrics["tokens_per_s"] for metrics in lines]
     return Run(
         config=str(job.config_file),

@@ -70,7 +70,7 @@ def _(weight, scale_format):
 @_opaque("titan_fp8zero::quantize_rows")
 def quantize_rows(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     """`blocks.quantize_rows` as an op: `[M, K]` -> codes `[M, K]`, scale_inv `[M, ceil(K/128)]`."""
-    return blocks.quantize_rows(x.contiguous(), cast(ScaleFormat, scale_format))
+    return blocks.quantize_rows(x, cast(ScaleFormat, scale_format))
 
 
 @quantize_rows.register_fake
@@ -91,15 +91,15 @@ def quantize_columns(
     start anew at its first token and follow those of the expert before; E experts have at most
     `M // 128 + E` groups, which is how many columns the scales then have.
     """
-    columns = x.t().contiguous()
+    columns = x.t()
     quantize = functools.partial(blocks.quantize_rows, scale_format=cast(ScaleFormat, scale_format))
     if num_tokens_per_expert is None:
         return quantize(columns)
     max_groups = x.shape[0] // BLOCK + num_tokens_per_expert.shape[0]
-    codes = torch.zeros_like(columns, dtype=E4M3)
-    scale = columns.new_ones((x.shape[1], max_groups), dtype=torch.float32)
+    codes = x.new_zeros(columns.shape, dtype=E4M3)
+    scale = x.new_ones((x.shape[1], max_groups), dtype=torch.float32)
     for tokens, groups in _token_slices(num_tokens_per_expert, x.shape[0]):
-        codes[:, tokens], scale[:, groups] = quantize(columns[:, tokens].contiguous())
+        codes[:, tokens], scale[:, groups] = quantize(columns[:, tokens])
     return codes, scale
 
 
@@ -259,8 +259,7 @@ def _reference_wgrad_nt(
 
 
 def _reference_matmul_tn(dy: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-    # Contiguous, because the order of a CPU matmul's sums depends on its operands' strides.
-    return _reference_matmul(dy.contiguous().t(), x, out_dtype)
+    return _reference_matmul(dy.t(), x, out_dtype)
 
 
 def _scaled_gemm_nt(

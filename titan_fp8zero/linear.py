@@ -104,7 +104,7 @@ def quantized(weight: Tensor, config: FP8Config) -> FP8Weight:
 def to_compute_dtype(x: Tensor) -> Tensor:
     """x in the dtype that autocast asks for, as `nn.Linear` would; TypeError for an unfit dtype."""
     device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     if x.dtype not in COMPUTE_DTYPES:
         raise TypeError(f"blockwise FP8 computes in bfloat16 or float32, got x in {x.dtype}")

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
 from titan_fp8zero.bucket import Bucket, Precision, ReducedGradient
+from titan_fp8zero.checkpoint import use_weight_views
 from titan_fp8zero.compute_weight import reader_class
 from titan_fp8zero.layout import BucketLayout, Strategy, plan_buckets
 from titan_fp8zero.main_parameter import (
@@ -63,6 +64,7 @@ class Zero1:
         self._reset_step()
         self._bind_compute_weights(precision)
         self._refuse_apply(model)
+        use_weight_views(weights)
         self.publish_all()
         model.register_load_state_dict_post_hook(lambda module, keys: self.publish_all())
 

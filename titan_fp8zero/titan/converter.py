@@ -4,13 +4,16 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from titan_fp8zero.experts import BlockwiseFP8GroupedExperts
+from titan_fp8zero.gemm import choose_backend
 from titan_fp8zero.linear import BlockwiseFP8Linear
 
 CONVERTER = "blockwise_fp8"
@@ -37,7 +40,7 @@ class BlockwiseFP8Converter:
         self._config: dict[str, Any] = {
             "scale_format": table.scale_format,
             "wgrad": table.wgrad,
-            "backend": table.gemm,
+            "backend": choose_backend(torch.device(device_type), table.gemm),
         }
 
     def convert(self, model: nn.Module) -> None:

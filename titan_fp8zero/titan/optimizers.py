@@ -13,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_fp8zero.optimizer import BlockwiseAdamW
+from titan_fp8zero.titan.checkpoint import MainParameterOptimizers
 from titan_fp8zero.titan.parallelize import Sharding, sharding_of
 from titan_fp8zero.titan.swap import swapped
 from titan_fp8zero.zero1 import Zero1, shard_zero1
@@ -38,7 +39,11 @@ def build_optimizers_with(stock: Callable[..., OptimizersContainer]) -> Callable
             for part, sharding in zip(model_parts, shardings, strict=True)
             if sharding is not None
         ]
-        with swapped((stock_optimizer,), "build_optimizers", _build_container):
+        container = MainParameterOptimizers if zero1s else OptimizersContainer
+        with (
+            swapped((stock_optimizer,), "build_optimizers", _build_container),
+            swapped((stock_optimizer,), "OptimizersContainer", container),
+        ):
             build = _build_container if stock is _stock_build_optimizers else stock
             optimizers = build(model_parts, optimizer_config, parallel_dims, ft_manager)
         optimizers.zero1s = zero1s
@@ -63,7 +68,7 @@ def _build_container(
     """TorchTitan's `build_optimizers`, which knows BlockwiseAdamW besides its own."""
     if optimizer_config.name != "BlockwiseAdamW":
         return _stock_build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
-    return OptimizersContainer(
+    return stock_optimizer.OptimizersContainer(
         model_parts,
         BlockwiseAdamW,
         {

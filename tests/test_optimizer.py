@@ -1,0 +1,249 @@
+"""`BlockwiseAdamW` against `torch.optim.AdamW`, to the bit: updates, state, clipping, schedules."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from models import GivenGradients, assert_same, everything, exact_gradients, my_samples
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from titan_fp8zero import BlockwiseAdamW, shard_zero1
+
+SHAPES = {"plain": (256, 384), "odd": (130, 70), "experts": (3, 128, 130), "norm": (97,)}
+IMPLEMENTATIONS: list[dict[str, bool]] = [
+    {},
+    {"foreach": True},
+    {"fused": True},
+    {"foreach": False, "fused": False},
+]
+HYPERPARAMETERS: list[dict[str, Any]] = [
+    {"lr": 1e-2},
+    {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    {"lr": 1e-3, "weight_decay": 0.0},
+]
+
+
+def build(
+    optimizer: type[torch.optim.AdamW], mesh: Any = None, **arguments: Any
+) -> tuple[nn.Module, Any, torch.optim.AdamW]:
+    model = GivenGradients(SHAPES)
+    zero1 = shard_zero1(model, mesh, compute_dtype=torch.float32)
+    built = optimizer(model.parameters(), **arguments)
+    zero1.attach(built)
+    return model, zero1, built
+
+
+def train(
+    optimizer: type[torch.optim.AdamW],
+    mesh: Any = None,
+    *,
+    max_norm: float | None = None,
+    steps: int = 3,
+    **arguments: Any,
+) -> dict[str, torch.Tensor]:
+    model, zero1, built = build(optimizer, mesh, **arguments)
+    for step in range(steps):
+        model(exact_gradients(SHAPES, step, my_samples())).backward()
+        if max_norm is not None:
+            zero1.clip_grad_norm_(max_norm)
+        built.step()
+        built.zero_grad()
+    return everything(model, built)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.3, 1e9])
+@pytest.mark.parametrize("hyperparameters", HYPERPARAMETERS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equals_adamw(implementation, hyperparameters, max_norm):
+    arguments = implementation | hyperparameters
+    assert_same(
+        train(BlockwiseAdamW, max_norm=max_norm, **arguments),
+        train(torch.optim.AdamW, max_norm=max_norm, **arguments),
+    )
+
+
+def train_both_on_ranks() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for implementation in IMPLEMENTATIONS:
+        for max_norm in (None, 0.3):
+            arguments = {"max_norm": max_norm, "lr": 1e-2, "weight_decay": 0.1, **implementation}
+            assert_same(
+                train(BlockwiseAdamW, mesh, **arguments),
+                train(torch.optim.AdamW, mesh, **arguments),
+            )
+
+
+@pytest.mark.multirank
+def test_equals_adamw_on_three_ranks():
+    run_ranks(train_both_on_ranks, 3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equals_adamw_on_plain_tensors(implementation):
+    """Without `shard_zero1` it is an AdamW as any."""
+    trained = []
+    for optimizer in (BlockwiseAdamW, torch.optim.AdamW):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(33, 7, generator=generator)) for _ in range(3)]
+        built = optimizer(parameters, lr=0.1, weight_decay=0.1, **implementation)
+        for _ in range(3):
+            for parameter in parameters[:2]:
+                parameter.grad = torch.randn(33, 7, generator=generator)
+            built.step()
+        assert parameters[2] not in built.state
+        trained.append({str(i): p.detach() for i, p in enumerate(parameters)})
+    assert_same(*trained)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_state_has_the_names_types_and_order_of_adamw(implementation):
+    states = []
+    for optimizer in (BlockwiseAdamW, torch.optim.AdamW):
+        model, _, built = build(optimizer, lr=1e-3, **implementation)
+        model(exact_gradients(SHAPES, 0, my_samples())).backward()
+        built.step()
+        states.append(built.state_dict())
+    ours, stock = states
+    assert ours["param_groups"] == stock["param_groups"]
+    assert list(ours["state"]) == list(stock["state"])
+    for index, state in stock["state"].items():
+        assert list(ours["state"][index]) == list(state)
+        for key, value in state.items():
+            assert type(ours["state"][index][key]) is type(value)
+            assert ours["state"][index][key].dtype == value.dtype
+            assert torch.equal(ours["state"][index][key], value)
+
+
+def state_on_ranks() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, _, optimizer = build(BlockwiseAdamW, mesh, lr=1e-3)
+    model(exact_gradients(SHAPES, 0, my_samples())).backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert not isinstance(state["step"], DTensor)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].placements == parameter.placements
+            assert state[key].to_local().shape == parameter.to_local().shape
+            assert state[key].dtype == torch.float32
+
+
+@pytest.mark.multirank
+def test_moments_are_sharded_as_their_parameter():
+    run_ranks(state_on_ranks, 3)
+
+
+@pytest.mark.parametrize("first", [BlockwiseAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("second", [BlockwiseAdamW, torch.optim.AdamW])
+def test_state_dict_round_trip(first, second):
+    """Also from one to the other; the continued run is that of one without a break."""
+    arguments = {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}
+    expected = train(BlockwiseAdamW, steps=4, **arguments)
+    model, _, optimizer = build(first, **arguments)
+    for step in range(2):
+        model(exact_gradients(SHAPES, step, my_samples())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed, _, resumed_optimizer = build(second, lr=0.5)
+    resumed.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    for step in range(2, 4):
+        resumed(exact_gradients(SHAPES, step, my_samples())).backward()
+        resumed_optimizer.step()
+        resumed_optimizer.zero_grad()
+    assert_same(everything(resumed, resumed_optimizer), expected)
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+    ],
+)
+def test_schedulers_work(make_scheduler, recwarn):
+    trained = []
+    for optimizer in (BlockwiseAdamW, torch.optim.AdamW):
+        model, _, built = build(optimizer, lr=1e-2)
+        scheduler = make_scheduler(built)
+        rates = []
+        for step in range(4):
+            model(exact_gradients(SHAPES, step, my_samples())).backward()
+            built.step()
+            scheduler.step()
+            built.zero_grad()
+            rates.append(built.param_groups[0]["lr"])
+        assert len(set(rates)) == 4
+        trained.append(everything(model, built))
+    assert_same(*trained)
+    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
+
+
+def test_param_groups_and_closure():
+    trained = []
+    for optimizer in (BlockwiseAdamW, torch.optim.AdamW):
+        model = GivenGradients(SHAPES)
+        zero1 = shard_zero1(model, None, compute_dtype=torch.float32)
+        decayed, others = [], []
+        for name, parameter in model.named_parameters():
+            (others if "norm" in name else decayed).append(parameter)
+        built = optimizer(
+            [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 0.5}], lr=1e-2
+        )
+        zero1.attach(built)
+        loss = torch.tensor(7.0)
+        model(exact_gradients(SHAPES, 0, my_samples())).backward()
+        assert built.step(lambda loss=loss: loss) is loss
+        trained.append(everything(model, built))
+    assert_same(*trained)
+
+
+def test_clipping_leaves_gradients_and_is_used_once():
+    model, zero1, optimizer = build(BlockwiseAdamW, lr=1e-2)
+    model(exact_gradients(SHAPES, 0, my_samples())).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    norm = zero1.clip_grad_norm_(0.5)
+    torch.testing.assert_close(
+        norm.double(), torch.stack([g.double().norm() for g in before]).norm(), rtol=1e-5, atol=0
+    )
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    assert optimizer.clip_factor.item() == pytest.approx(0.5 / (norm.item() + 1e-6))
+    optimizer.step()
+    assert optimizer.clip_factor is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"amsgrad": True}, "amsgrad"),
+        ({"maximize": True}, "maximize"),
+        ({"differentiable": True}, "differentiable"),
+        ({"capturable": True}, "capturable"),
+        ({"lr": torch.tensor(1e-3)}, "lr as a float"),
+        ({"lr": -1.0}, "learning rate"),
+        ({"betas": (1.0, 0.9)}, "beta"),
+        ({"foreach": True, "fused": True}, "foreach"),
+    ],
+)
+def test_refusals_name_the_argument(arguments, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        BlockwiseAdamW([nn.Parameter(torch.zeros(2))], **arguments)
+
+
+def test_refusals_hold_for_param_groups_and_loaded_state():
+    parameter = nn.Parameter(torch.ones(2))
+    for name in ("amsgrad", "maximize"):
+        with pytest.raises(ValueError, match=name):
+            BlockwiseAdamW([{"params": [parameter], name: True}])
+    stock = torch.optim.AdamW([parameter], amsgrad=True)
+    parameter.grad = torch.ones(2)
+    stock.step()
+    with pytest.raises(ValueError, match="amsgrad"):
+        BlockwiseAdamW([parameter]).load_state_dict(stock.state_dict())

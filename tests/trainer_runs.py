@@ -1,0 +1,148 @@
+"""Runs TorchTitan's trainer several times in one set of gloo ranks, and writes down what came out.
+
+    python -m torch.distributed.run --nproc_per_node 2 tests/trainer_runs.py RUNS.json RESULTS.json
+
+A run is {"name", "args", "poison_step"}: `args` are TorchTitan's; at `poison_step` the last rank's
+gradients become NaN. One process for all runs, because importing torch takes longer than a run.
+"""
+
+import hashlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchtitan_patches
+
+torchtitan_patches.apply(torchtitan_patches.CPU_PATCHES)
+
+import torchtitan.train  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.tools.logging import init_logger, logger  # noqa: E402
+
+from titan_fp8zero.blocks import unfold  # noqa: E402
+from titan_fp8zero.main_parameter import local_tensor  # noqa: E402
+
+LOG_FORMAT = ("{:8.5f}", "{:7.4f}")  # of loss and gradient norm, as TorchTitan prints them
+
+
+def run(name: str, args: list[str], dump_folder: Path, poison_step: int = 0) -> dict[str, Any]:
+    """Train once; returns printed losses and norms, and hashes of the initial weights."""
+    torch._dynamo.reset()
+    config = ConfigManager().parse_args(
+        [*args, "--job.dump_folder", str(dump_folder / name), "--metrics.log_freq", "1"]
+    )
+    trainer = torchtitan.train.Trainer(config)
+    result: dict[str, Any] = {"initial": initial_weights(trainer)}
+    if poison_step:
+        result["skipped"] = train_with_poison(trainer, poison_step)
+    else:
+        trainer.train()
+    trainer.close()
+    if dist.get_rank() == 0:
+        lines = (dump_folder / name / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        result["printed"] = [
+            [
+                form.format(step[key])
+                for form, key in zip(LOG_FORMAT, ("loss", "grad_norm"), strict=True)
+            ]
+            for step in steps
+            if step.get("loss") is not None
+        ]
+        result["losses"] = [step["loss"] for step in steps if "loss" in step]
+    return result
+
+
+def initial_weights(trainer: Any) -> dict[str, str]:
+    """Hashes of the whole weights, in their own shapes, by FQN."""
+    zero1s = getattr(trainer.optimizers, "zero1s", [])
+    if zero1s:
+        whole = {w.fqn: whole_weight(w) for zero1 in zero1s for w in zero1._weights}
+    else:
+        named = trainer.model_parts[0].named_parameters()
+        whole = {
+            name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): (
+                p.full_tensor() if hasattr(p, "full_tensor") else p
+            )
+            for name, p in named
+        }
+    return {
+        fqn: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+        for fqn, tensor in whole.items()
+    }
+
+
+def whole_weight(weight: Any) -> torch.Tensor:
+    parameter = weight.main.parameter.detach()
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    units = full[weight.member.start : weight.member.start + weight.member.weight.units]
+    return unfold(units, weight.shape) if weight.is_fp8 else units.view(weight.shape)
+
+
+def train_with_poison(trainer: Any, poison_step: int) -> dict[str, Any]:
+    """Make the last rank's gradients NaN at a step; whether that step changed any state."""
+    (zero1,) = trainer.optimizers.zero1s
+    leaf = zero1._weights[-1].leaf
+    is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan if is_last_rank and trainer.step == poison_step else gradient
+
+    leaf.register_hook(poison)
+    before: list[torch.Tensor] = []
+    unchanged: list[bool] = []
+    train_step = trainer.train_step
+
+    def watched_step(data: Any) -> None:
+        if trainer.step == poison_step:
+            before.extend(tensor.clone() for tensor in state(trainer))
+        train_step(data)
+        if trainer.step == poison_step:
+            after = state(trainer)
+            unchanged.extend(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    trainer.train_step = watched_step
+    trainer.train()
+    return {"count": zero1.skipped_steps, "unchanged": all(unchanged), "tensors": len(unchanged)}
+
+
+def state(trainer: Any) -> list[torch.Tensor]:
+    """All that a skipped step must not change: main parameters, moments, codes, scales, biases."""
+    (zero1,) = trainer.optimizers.zero1s
+    tensors = [local_tensor(parameter.detach()) for parameter in zero1.main_parameters]
+    for optimizer in trainer.optimizers:
+        for moments in optimizer.state.values():
+            tensors.extend(local_tensor(value) for value in moments.values())
+    for weight in zero1._weights:
+        if weight.is_fp8:
+            tensors.extend([weight.compute.codes.view(torch.uint8), weight.compute.scale_inv])
+        else:
+            tensors.append(local_tensor(weight.compute.detach()))
+    named = trainer.model_parts[0].named_buffers()
+    tensors.extend(buffer for name, buffer in named if name.endswith("expert_bias"))
+    return tensors
+
+
+def main() -> None:
+    init_logger()
+    logger.setLevel(logging.ERROR)
+    torchtitan.train.time.sleep = lambda seconds: None
+    runs = json.loads(Path(sys.argv[1]).read_text())
+    results_file = Path(sys.argv[2])
+    results = {}
+    for spec in runs:
+        name = spec["name"]
+        results[name] = run(name, spec["args"], results_file.parent, spec.get("poison_step", 0))
+        dist.barrier()
+    if dist.get_rank() == 0:
+        results_file.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
