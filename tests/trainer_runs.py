@@ -27,7 +27,7 @@ from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from titan_fp8zero.blocks import unfold  # noqa: E402
 from titan_fp8zero.main_parameter import local_tensor  # noqa: E402
 
-LOG_FORMAT = ("{:8.5f}", "{:7.4f}")  # of loss and gradient norm, as TorchTitan prints them
+LOG_FORMAT = {"loss": "{:8.5f}", "grad_norm": "{:7.4f}"}  # as TorchTitan prints them
 
 
 def run(name: str, args: list[str], dump_folder: Path, poison_step: int = 0) -> dict[str, Any]:
@@ -46,16 +46,14 @@ def run(name: str, args: list[str], dump_folder: Path, poison_step: int = 0) -> 
     if dist.get_rank() == 0:
         lines = (dump_folder / name / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line) for line in lines]
-        result["printed"] = [
-            [
-                form.format(step[key])
-                for form, key in zip(LOG_FORMAT, ("loss", "grad_norm"), strict=True)
-            ]
-            for step in steps
-            if step.get("loss") is not None
-        ]
-        result["losses"] = [step["loss"] for step in steps if "loss" in step]
+        trained = [step for step in steps if "loss" in step]
+        result["printed"] = [[printed(step, key) for key in LOG_FORMAT] for step in trained]
+        result["losses"] = [step["loss"] for step in trained]
     return result
+
+
+def printed(step: dict[str, Any], key: str) -> str:
+    return "not finite" if step[key] is None else LOG_FORMAT[key].format(step[key])
 
 
 def initial_weights(trainer: Any) -> dict[str, str]:

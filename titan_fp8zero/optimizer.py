@@ -45,6 +45,7 @@ class BlockwiseAdamW(torch.optim.AdamW):
         return loss
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
         state = self._state_of(parameter, group)
         gradient = local_tensor(parameter.grad)
         if self.clip_factor is not None:

@@ -1,5 +1,6 @@
 """`BlockShard`: a `Shard(0)` that cuts a folded tensor only between tiles."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,9 +84,9 @@ class BlockShard(Shard):
         local_tensor: torch.Tensor,
         mesh: DeviceMesh,
         mesh_dim: int,
-        current_logical_shape: list[int],
+        current_logical_shape: Sequence[int | torch.SymInt],
     ) -> torch.Tensor:
-        self._check_even(current_logical_shape[0], mesh.size(mesh_dim))
+        self._check_even(int(current_logical_shape[0]), mesh.size(mesh_dim))
         if local_tensor.element_size() > 1 or local_tensor.dtype == torch.uint8:
             return super()._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
         # gloo rejects float8: it travels as bytes.

@@ -1,6 +1,7 @@
 """`shard_zero1`: registers main parameters, says when to reduce gradients and publish weights."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,8 @@ from titan_fp8zero.main_parameter import (
     weight_spec,
 )
 from titan_fp8zero.norm import clip_factor, total_norm
+
+logger = logging.getLogger("titan_fp8zero")
 
 
 class Zero1:
@@ -106,9 +109,11 @@ class Zero1:
                 weight.leaf.register_post_accumulate_grad_hook(on_gradient)
         for module in self._reader_modules():
             fp8_names = getattr(module, "fp8_weights", ())
-            names = tuple(name for name in module._compute_weights if name not in fp8_names)
+            compute_weights = module.__dict__["_compute_weights"]
+            names = tuple(name for name in compute_weights if name not in fp8_names)
             if names:
-                module.__class__ = reader_class(type(module), names)
+                base: Any = type(module)
+                module.__class__ = reader_class(base, names)
 
     def _reader_modules(self) -> Iterable[nn.Module]:
         return dict.fromkeys(module for weight in self._weights for module, _ in weight.readers)
@@ -148,6 +153,7 @@ class Zero1:
     @torch.no_grad()
     def _on_gradient(self, weight: Weight, leaf: torch.Tensor) -> None:
         self._enter_backward()
+        assert leaf.grad is not None
         gradient = local_tensor(leaf.grad)
         leaf.grad = None
         weight.main.bucket.accumulate(weight.main.layout, weight.member, weight.to_units(gradient))
@@ -245,7 +251,8 @@ class Zero1:
             self._reset_step()
             zero_grad(set_to_none)
 
-        optimizer.zero_grad = drop_and_zero_grad  # optimizers have no zero_grad hook
+        # Optimizers have no zero_grad hook.
+        optimizer.zero_grad = drop_and_zero_grad  # type: ignore[method-assign]
         self._optimizers.append(optimizer)
 
     def clip_grad_norm_(self, max_norm: float, *, foreach: bool | None = None) -> torch.Tensor:
@@ -261,6 +268,11 @@ class Zero1:
         self._is_skipped = not bool(norm.isfinite())
         if self._is_skipped:
             self.skipped_steps += 1
+            logger.warning(
+                "step skipped on all ranks, the gradient norm is %s; skipped so far: %d",
+                norm.item(),
+                self.skipped_steps,
+            )
             for main in self._mains():
                 main.parameter.grad = None
         return not self._is_skipped
@@ -269,7 +281,7 @@ class Zero1:
         """Multiply all gradients by a 0-dim tensor: in the update where the optimizer can."""
         if all(hasattr(optimizer, "clip_factor") for optimizer in self._optimizers):
             for optimizer in self._optimizers:
-                optimizer.clip_factor = factor
+                optimizer.clip_factor = factor  # type: ignore[attr-defined]
             return
         torch._foreach_mul_([local_tensor(gradient) for gradient in self._gradients()], factor)
 

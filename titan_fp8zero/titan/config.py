@@ -6,7 +6,7 @@ be strings (no `from __future__ import annotations` here).
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
@@ -16,7 +16,7 @@ class BlockwiseFP8:
     fqns: list[str] = field(default_factory=lambda: ["default"])
     """Which modules compute in FP8, as glob patterns over module FQNs. "default" stands for
     attention, feed-forward and expert weights; a leading "!" removes; an empty list converts
-    nothing, and every parameter is then high-precision. A pattern that matches nothing is an error."""
+    nothing, and every parameter is then high-precision. A pattern without a match is an error."""
 
     strategy: Literal["block", "param"] = "block"
     """How tiles are shared out over the data-parallel ranks: "block" cuts every weight at tiles,
@@ -44,3 +44,17 @@ class BlockwiseFP8:
 @dataclass
 class JobConfig:
     blockwise_fp8: BlockwiseFP8 = field(default_factory=BlockwiseFP8)
+
+
+def options_of(job_config: Any) -> BlockwiseFP8:
+    """The `[blockwise_fp8]` table of TorchTitan's merged config.
+
+    Raises ValueError where the config was not merged with this module's.
+    """
+    options = getattr(job_config, "blockwise_fp8", None)
+    if options is None:
+        raise ValueError(
+            'the converter "blockwise_fp8" needs [job] custom_config_module = '
+            '"titan_fp8zero.titan.config"'
+        )
+    return options

@@ -15,6 +15,7 @@ from torchtitan.tools.utils import device_type
 from titan_fp8zero.experts import BlockwiseFP8GroupedExperts
 from titan_fp8zero.gemm import choose_backend
 from titan_fp8zero.linear import BlockwiseFP8Linear
+from titan_fp8zero.titan.config import options_of
 
 CONVERTER = "blockwise_fp8"
 DEFAULT = "default"
@@ -35,7 +36,7 @@ class BlockwiseFP8Converter:
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        table = job_config.blockwise_fp8
+        table = options_of(job_config)
         self._fqns = table.fqns
         self._config: dict[str, Any] = {
             "scale_format": table.scale_format,

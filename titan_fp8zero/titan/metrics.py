@@ -12,6 +12,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 
 from titan_fp8zero.metrics_file import METRICS_FILE, MetricsWriter, plot_losses, read_metrics
+from titan_fp8zero.titan.container import MainParameterOptimizers
 
 LOSS_PLOT = "loss.png"
 
@@ -52,13 +53,16 @@ class FileMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        extra_metrics = dict(extra_metrics or {})
+        if isinstance(self.optimizers, MainParameterOptimizers):
+            extra_metrics["skipped_steps"] = self.optimizers.skipped_steps
         self._write(
             step=step,
             loss=global_avg_loss,
             grad_norm=grad_norm,
             tokens_per_s=self._tokens_per_second(),
             memory=self.device_memory_monitor.get_peak_stats().max_reserved_gib,
-            **{k: v for k, v in (extra_metrics or {}).items() if isinstance(v, int | float)},
+            **{k: v for k, v in extra_metrics.items() if isinstance(v, int | float)},
         )
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 

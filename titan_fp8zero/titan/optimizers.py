@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn as nn
 import torchtitan.components.optimizer as stock_optimizer
 from torchtitan.components.optimizer import OptimizersContainer
@@ -13,10 +12,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_fp8zero.optimizer import BlockwiseAdamW
-from titan_fp8zero.titan.checkpoint import MainParameterOptimizers
+from titan_fp8zero.titan.container import MainParameterOptimizers
 from titan_fp8zero.titan.parallelize import Sharding, sharding_of
 from titan_fp8zero.titan.swap import swapped
-from titan_fp8zero.zero1 import Zero1, shard_zero1
+from titan_fp8zero.zero1 import shard_zero1
 
 
 def build_optimizers_with(stock: Callable[..., OptimizersContainer]) -> Callable:
@@ -33,25 +32,18 @@ def build_optimizers_with(stock: Callable[..., OptimizersContainer]) -> Callable
         parallel_dims: ParallelDims,
         ft_manager: Any = None,
     ) -> OptimizersContainer:
-        shardings = [sharding_of(part) for part in model_parts]
-        zero1s = [
-            _shard(part, sharding)
-            for part, sharding in zip(model_parts, shardings, strict=True)
-            if sharding is not None
-        ]
-        container = MainParameterOptimizers if zero1s else OptimizersContainer
+        container: type[OptimizersContainer] = OptimizersContainer
+        for part in model_parts:
+            sharding = sharding_of(part)
+            if sharding is not None:
+                _shard(part, sharding)
+                container = MainParameterOptimizers
         with (
             swapped((stock_optimizer,), "build_optimizers", _build_container),
             swapped((stock_optimizer,), "OptimizersContainer", container),
         ):
             build = _build_container if stock is _stock_build_optimizers else stock
-            optimizers = build(model_parts, optimizer_config, parallel_dims, ft_manager)
-        optimizers.zero1s = zero1s
-        if zero1s:
-            for zero1, optimizer in zip(zero1s, optimizers, strict=True):
-                zero1.attach(optimizer)
-            _keep_expert_bias_of_skipped_steps(optimizers, model_parts, zero1s)
-        return optimizers
+            return build(model_parts, optimizer_config, parallel_dims, ft_manager)
 
     return build_optimizers
 
@@ -82,7 +74,7 @@ def _build_container(
     )
 
 
-def _shard(model_part: nn.Module, sharding: Sharding) -> Zero1:
+def _shard(model_part: nn.Module, sharding: Sharding) -> None:
     options = sharding.options
     zero1 = shard_zero1(
         model_part,
@@ -104,39 +96,3 @@ def _shard(model_part: nn.Module, sharding: Sharding) -> Zero1:
             f"{layout.real_units:,} {kind}, {layout.padding_units:,} of padding, "
             f"{layout.real_numel:,} real elements"
         )
-    return zero1
-
-
-def _keep_expert_bias_of_skipped_steps(
-    optimizers: OptimizersContainer, model_parts: list[nn.Module], zero1s: list[Zero1]
-) -> None:
-    """Undo TorchTitan's load balancing in a skipped step: it changes nothing of the model."""
-    biases = [
-        buffer
-        for part in model_parts
-        for name, buffer in part.named_buffers()
-        if name.endswith("expert_bias")
-    ]
-    if not biases:
-        return
-    kept = [torch.empty_like(bias) for bias in biases]
-    skipped_before = 0
-
-    def skipped_steps() -> int:
-        return sum(zero1.skipped_steps for zero1 in zero1s)
-
-    def keep(*args: Any) -> None:
-        torch._foreach_copy_(kept, biases)
-
-    def restore(*args: Any) -> None:
-        nonlocal skipped_before
-        if skipped_steps() > skipped_before:
-            torch._foreach_copy_(biases, kept)
-            skipped_before = skipped_steps()
-
-    # TorchTitan's balancing is a pre-hook that is registered already: run before it.
-    optimizers.register_step_pre_hook(keep)
-    optimizers._optimizer_step_pre_hooks.move_to_end(
-        next(reversed(optimizers._optimizer_step_pre_hooks)), last=False
-    )
-    optimizers.register_step_post_hook(restore)

@@ -20,7 +20,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from titan_fp8zero.titan.config import BlockwiseFP8
+from titan_fp8zero.titan.config import BlockwiseFP8, options_of
 from titan_fp8zero.titan.converter import CONVERTER
 from titan_fp8zero.titan.refuse import refuse_unsupported
 from titan_fp8zero.titan.swap import swapped
@@ -72,14 +72,15 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
 
         with swapped(modules, "apply_fsdp", stage):
             model = stock(model, parallel_dims, job_config)
-        model._zero1_sharding = Sharding(
-            options=job_config.blockwise_fp8,
+        sharding = Sharding(
+            options=options_of(job_config),
             compute_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
             gradient_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
             backwards_per_step=_backwards_per_step(job_config, parallel_dims),
             **meshes,
         )
-        _cast_inputs(model, model._zero1_sharding.compute_dtype)
+        model.__dict__["_zero1_sharding"] = sharding
+        _cast_inputs(model, sharding.compute_dtype)
         if not parallel_dims.fsdp_enabled:
             _disable_autocast(model)
         return model
@@ -124,8 +125,9 @@ def _replicated(dp_mesh: DeviceMesh) -> list[Placement]:
     return [Replicate()] * (dp_mesh.ndim - 1)
 
 
-def _shard_expert_weight(parameter: DTensor, expert_mesh: DeviceMesh) -> DTensor:
+def _shard_expert_weight(parameter: DTensor, expert_mesh: DeviceMesh | None) -> DTensor:
     """An EP weight, on ("ep",) as `Shard(0)`, sharded over efsdp too as FSDP2 would."""
+    assert expert_mesh is not None, "TorchTitan makes one wherever it shards experts"
     mesh = DeviceMesh._concatenate([expert_mesh, parameter.device_mesh])
     ranks = expert_mesh[EXPERT_SHARD_DIM].size()
     rank = expert_mesh[EXPERT_SHARD_DIM].get_local_rank()
@@ -157,8 +159,8 @@ def _cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     def cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
-    heads = [module for module in (model.norm, model.output) if module is not None]
-    for module in [model, *model.layers.values(), *heads]:
+    heads = [module for module in (model.norm, model.output) if isinstance(module, nn.Module)]
+    for module in [model, *model.get_submodule("layers").children(), *heads]:
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
 
