@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120.0
+TIMEOUT = 60.0
 GRACE = 10.0
 """Seconds that ranks may go on after the first has failed: gloo tells most of them by then."""
 _PRELOADED = [

@@ -18,6 +18,8 @@ SMALL = [
     *("--validation.no-enable", "--lr_scheduler.warmup_steps", "2", "--optimizer.lr", "5e-4"),
     "--metrics.no-enable-tensorboard",
 ]
+# Clipping by a factor of exactly 1: the norm is summed in another order where tiles lie elsewhere.
+UNCLIPPED = ["--training.max_norm", "1e9", "--optimizer.lr", "2e-3"]
 NO_FP8 = ["--blockwise_fp8.fqns", ""]
 ADAMW = ["--optimizer.name", "AdamW"]
 
@@ -76,6 +78,7 @@ FP8_RUNS = {
     "fp8_wgrad": ["--blockwise_fp8.wgrad", "fp8"],
     "fp8_compile": COMPILE,
     "fp8_ac": FULL_AC,
+    "high_precision": NO_FP8,
 }
 
 
@@ -89,7 +92,7 @@ def results(ranks: int) -> dict[str, dict]:
     ]
     if ranks == 2:
         runs += [
-            {"name": name, "args": [*config("llama3_debug"), *SMALL, *extra]}
+            {"name": name, "args": [*config("llama3_debug"), *SMALL, *UNCLIPPED, *extra]}
             for name, extra in FP8_RUNS.items()
         ]
         moe = [*config("deepseek_v3_debug"), *SMALL]
@@ -140,21 +143,27 @@ def test_initial_weights_equal_the_stock_runs_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_ac", "fp8_compile"])
-def test_fp8_losses_do_not_depend_on(name: str) -> None:
-    # The clipping norm is summed in another order, and compiled code rounds otherwise: digits
-    # of the log, not bits.
-    assert results(2)[name]["printed"] == results(2)["fp8"]["printed"]
+@pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_ac"])
+def test_fp8_losses_equal_to_the_bit(name: str) -> None:
+    assert results(2)[name]["losses"] == results(2)["fp8"]["losses"]
 
 
 @pytest.mark.multirank
 def test_fp8_trains_and_is_not_the_high_precision_run() -> None:
-    fp8, high_precision = results(2)["fp8"]["losses"], results(2)["llama3"]["losses"]
-    assert fp8[-1] < fp8[0] - 0.3
-    assert fp8 != high_precision
-    assert abs(fp8[-1] / high_precision[-1] - 1) < 0.01
-    for name in ("fp8_adamw", "fp8_wgrad"):
-        assert abs(results(2)[name]["losses"][-1] / fp8[-1] - 1) < 0.01
+    fp8 = results(2)["fp8"]["losses"]
+    assert fp8[-1] < fp8[0] - 0.5
+    assert fp8 != results(2)["high_precision"]["losses"]
+    # FP8 noise of 1e-3 in a loss of 7: far below what a wrong scale or a stale weight does.
+    for name in ("high_precision", "fp8_adamw", "fp8_wgrad"):
+        assert results(2)[name]["losses"] == pytest.approx(fp8, rel=2e-3)
+
+
+@pytest.mark.multirank
+def test_compiled_fp8_losses_equal_eager_ones() -> None:
+    # Compiled norms and activations round otherwise in fp32, and a code at a tie then rounds to
+    # its other neighbour: a share of 1e-4 of a loss, after steps at a high learning rate.
+    compiled, eager = results(2)["fp8_compile"]["losses"], results(2)["fp8"]["losses"]
+    assert compiled == pytest.approx(eager, rel=1e-4)
 
 
 @pytest.mark.multirank
@@ -170,5 +179,6 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(name: str) -> None:
 @pytest.mark.multirank
 def test_one_rank_without_fsdp_works_and_equals_stock() -> None:
     runs = results(1)
-    assert runs["one_rank"]["losses"][-1] < runs["one_rank"]["losses"][0] - 0.3
+    assert runs["one_rank"]["losses"] == pytest.approx(runs["one_rank_stock"]["losses"], rel=2e-3)
+    assert runs["one_rank"]["losses"] != runs["one_rank_stock"]["losses"]
     assert runs["one_rank_no_fp8"]["printed"] == runs["one_rank_stock"]["printed"]

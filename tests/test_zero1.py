@@ -106,7 +106,7 @@ def train_all_layouts() -> dict[tuple[str, str], Snapshot]:
 
 @functools.cache
 def all_layouts(num_ranks: int) -> dict[tuple[str, str], Snapshot]:
-    return run_ranks(train_all_layouts, num_ranks)[0]
+    return run_ranks(train_all_layouts, num_ranks, timeout=240)[0]
 
 
 @functools.cache
