@@ -20,6 +20,7 @@ SMALL = [
 ]
 # Clipping by a factor of exactly 1: the norm is summed in another order where tiles lie elsewhere.
 UNCLIPPED = ["--training.max_norm", "1e9", "--optimizer.lr", "2e-3"]
+CUSTOM_CONFIG = ["--job.custom_config_module", "titan_fp8zero.titan.config"]
 NO_FP8 = ["--blockwise_fp8.fqns", ""]
 ADAMW = ["--optimizer.name", "AdamW"]
 
@@ -95,7 +96,16 @@ def results(ranks: int) -> dict[str, dict]:
             {"name": name, "args": [*config("llama3_debug"), *SMALL, *UNCLIPPED, *extra]}
             for name, extra in FP8_RUNS.items()
         ]
+        quantized = ["--model.converters", "quantize_in_forward", *CUSTOM_CONFIG]
+        runs += [
+            {
+                "name": f"{model}_quantize_in_forward",
+                "args": [*config(f"{model}_baseline"), *SMALL, *UNCLIPPED, *quantized],
+            }
+            for model in ("llama3", "deepseek_v3")
+        ]
         moe = [*config("deepseek_v3_debug"), *SMALL]
+        runs.append({"name": "deepseek_v3_fp8", "args": [*moe, *UNCLIPPED]})
         runs += [
             {"name": "poisoned", "args": moe, "poison_step": 3},
             {"name": "poisoned_adamw", "args": [*moe, *ADAMW], "poison_step": 3},
@@ -146,6 +156,18 @@ def test_initial_weights_equal_the_stock_runs_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_ac"])
 def test_fp8_losses_equal_to_the_bit(name: str) -> None:
     assert results(2)[name]["losses"] == results(2)["fp8"]["losses"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        ("fp8_adamw", "llama3_quantize_in_forward"),
+        ("deepseek_v3_fp8", "deepseek_v3_quantize_in_forward"),
+    ],
+)
+def test_fp8_equals_stock_fsdp2_that_quantizes_in_every_forward(ours: str, stock: str) -> None:
+    assert results(2)[ours]["losses"] == results(2)[stock]["losses"]
 
 
 @pytest.mark.multirank

@@ -22,10 +22,15 @@ torchtitan_patches.apply(torchtitan_patches.CPU_PATCHES)
 
 import torchtitan.train  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.protocols.model_converter import register_model_converter  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 
 from titan_fp8zero.blocks import unfold  # noqa: E402
 from titan_fp8zero.main_parameter import local_tensor  # noqa: E402
+from titan_fp8zero.titan.converter import BlockwiseFP8Converter  # noqa: E402
+
+# Under this name stock FSDP2 stays: it gathers fp32 weights, and each forward quantizes them.
+register_model_converter(BlockwiseFP8Converter, "quantize_in_forward")
 
 LOG_FORMAT = {"loss": "{:8.5f}", "grad_norm": "{:7.4f}"}  # as TorchTitan prints them
 

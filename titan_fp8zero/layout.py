@@ -14,6 +14,10 @@ from typing import Literal, NamedTuple
 Strategy = Literal["block", "param"]
 STRATEGIES = ("block", "param")
 
+ELEMENT_ALIGNMENT = 16
+"""A rank owns a multiple of so many elements of a high-precision main parameter: 64 bytes, a SIMD
+register. Vectorized updates then have no remainder, which they would round otherwise."""
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -150,13 +154,18 @@ def _split_into_buckets(
         yield bucket
 
 
-def _padding(units: int, num_ranks: int) -> int:
-    return -units % num_ranks
+def _units_per_rank(units: int, num_ranks: int, is_fp8: bool) -> int:
+    alignment = 1 if is_fp8 else ELEMENT_ALIGNMENT
+    return -(-units // (num_ranks * alignment)) * alignment
+
+
+def _padding(units: int, num_ranks: int, is_fp8: bool) -> int:
+    return num_ranks * _units_per_rank(units, num_ranks, is_fp8) - units
 
 
 def _share_out_tiles(weights: list[WeightSpec], padding_limit: float) -> BucketLayout:
-    num_ranks = weights[0].num_ranks
-    pooled = _choose_pooled(weights, num_ranks, padding_limit)
+    num_ranks, is_fp8 = weights[0].num_ranks, weights[0].is_fp8
+    pooled = _choose_pooled(weights, padding_limit)
     alone = [[weight] for weight in weights if weight.fqn not in pooled]
     pool = [weight for weight in weights if weight.fqn in pooled]
     mains, local_start = [], 0
@@ -165,38 +174,40 @@ def _share_out_tiles(weights: list[WeightSpec], padding_limit: float) -> BucketL
         for weight in group:
             members.append(Member(weight, start))
             start += weight.units
-        units_per_rank = -(-start // num_ranks)
+        units_per_rank = _units_per_rank(start, num_ranks, is_fp8)
         mains.append(MainLayout(tuple(members), num_ranks, units_per_rank, local_start))
         local_start += units_per_rank
     return BucketLayout(weights[0].is_fp8, num_ranks, tuple(mains))
 
 
-def _choose_pooled(weights: list[WeightSpec], num_ranks: int, padding_limit: float) -> set[str]:
+def _choose_pooled(weights: list[WeightSpec], padding_limit: float) -> set[str]:
     """Pool the smallest weights, as few as bring the bucket's padding under the limit."""
+    num_ranks, is_fp8 = weights[0].num_ranks, weights[0].is_fp8
     allowed = padding_limit * sum(weight.units for weight in weights)
-    padding = sum(_padding(weight.units, num_ranks) for weight in weights)
+    padding = sum(_padding(weight.units, num_ranks, is_fp8) for weight in weights)
     if padding <= allowed:
         return set()
     pooled: set[str] = set()
     pooled_units = 0
     for weight in sorted(weights, key=lambda weight: weight.units):
-        padding -= _padding(weight.units, num_ranks)
+        padding -= _padding(weight.units, num_ranks, is_fp8)
         pooled_units += weight.units
         pooled.add(weight.fqn)
-        if len(pooled) > 1 and padding + _padding(pooled_units, num_ranks) <= allowed:
+        if len(pooled) > 1 and padding + _padding(pooled_units, num_ranks, is_fp8) <= allowed:
             break
     return pooled
 
 
 def _bin_whole_weights(weights: list[WeightSpec]) -> BucketLayout:
-    num_ranks = weights[0].num_ranks
+    num_ranks, is_fp8 = weights[0].num_ranks, weights[0].is_fp8
     bins: list[list[WeightSpec]] = [[] for _ in range(num_ranks)]
     emptiest = [(0, rank) for rank in range(num_ranks)]
     for weight in sorted(weights, key=lambda weight: -weight.units):
         filled, rank = heapq.heappop(emptiest)
         bins[rank].append(weight)
         heapq.heappush(emptiest, (filled + weight.units, rank))
-    units_per_rank = max(filled for filled, _ in emptiest)
+    fullest = max(filled for filled, _ in emptiest)
+    units_per_rank = _units_per_rank(fullest * num_ranks, num_ranks, is_fp8)
     members = []
     for rank, owned in enumerate(bins):
         start = rank * units_per_rank

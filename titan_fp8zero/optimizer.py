@@ -21,14 +21,20 @@ class BlockwiseAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, **kwargs: Any) -> None:
-        for name in ("amsgrad", "maximize", "differentiable", "capturable"):
-            if kwargs.get(name):
-                raise ValueError(f"BlockwiseAdamW does not support {name}=True: use torch's AdamW")
-        if isinstance(lr, torch.Tensor):
-            raise ValueError("BlockwiseAdamW needs lr as a float, got a tensor")
         super().__init__(params, lr=lr, **kwargs)
         self.clip_factor: torch.Tensor | None = None
         """0-dim: what the next step multiplies gradients by."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; ValueError for an unsupported option."""
+        _refuse_unsupported({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; ValueError for an unsupported option, before anything is loaded."""
+        for group in state_dict["param_groups"]:
+            _refuse_unsupported(group)
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,3 +88,11 @@ class BlockwiseAdamW(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
         return state
+
+
+def _refuse_unsupported(group: dict[str, Any]) -> None:
+    for name in ("amsgrad", "maximize", "differentiable", "capturable"):
+        if group.get(name):
+            raise ValueError(f"BlockwiseAdamW does not support {name}=True: use torch's AdamW")
+    if isinstance(group["lr"], torch.Tensor):
+        raise ValueError("BlockwiseAdamW needs lr as a float, got a tensor")

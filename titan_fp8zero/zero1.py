@@ -140,6 +140,8 @@ class Zero1:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were accumulated but not reduced, after a failed backward, say."""
+        for weight in self._weights:
+            weight.leaf.grad = None
         for bucket in self._mains_of:
             bucket.drop_gradient()
         self._reset_backwards()
@@ -152,10 +154,10 @@ class Zero1:
 
     @torch.no_grad()
     def _on_gradient(self, weight: Weight, leaf: torch.Tensor) -> None:
-        self._enter_backward()
         assert leaf.grad is not None
         gradient = local_tensor(leaf.grad)
         leaf.grad = None
+        self._enter_backward()
         weight.main.bucket.accumulate(weight.main.layout, weight.member, weight.to_units(gradient))
         self._used_locally.add(weight)
         if self._reduces_now:
@@ -203,10 +205,12 @@ class Zero1:
             return
         while self._to_reduce:  # buckets with a weight that this rank did not use
             self._to_reduce.pop().start_reduce()
+        if self._stepped:
+            self._reset_step()
+        self._is_norm_agreed = False
         for bucket in self._reduce_order:
             self._assign_gradients(bucket, bucket.finish_reduce())
         self._reset_backwards()
-        self._is_norm_agreed = False
 
     def _assign_gradients(self, bucket: Bucket, reduced: ReducedGradient) -> None:
         for main in self._mains_of[bucket]:
@@ -249,6 +253,8 @@ class Zero1:
         def drop_and_zero_grad(set_to_none: bool = True) -> None:
             self.drop_gradients()
             self._reset_step()
+            if hasattr(optimizer, "clip_factor"):
+                optimizer.clip_factor = None
             zero_grad(set_to_none)
 
         # Optimizers have no zero_grad hook.
@@ -289,11 +295,14 @@ class Zero1:
         self._is_norm_agreed = False
         self._is_skipped = False
         self._used_in_step: set[Weight] = set()
+        self._stepped: set[torch.optim.Optimizer] = set()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._unreduced_backwards:
             raise RuntimeError(self._describe_unreduced())
+        if optimizer in self._stepped:
+            self._reset_step()
         if not self._is_norm_agreed:
             self.agree_on_norm(total_norm(self._gradients()))
         if not self._is_skipped:
@@ -320,7 +329,8 @@ class Zero1:
 
         A weight alone in its main parameter simply has no gradient then.
         """
-        for main in self._mains():
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for main in (main for main in map(main_of, parameters) if main is not None):
             if main.parameter.grad is None or not self._used_in_step:
                 continue
             main.updates += 1
@@ -351,13 +361,13 @@ class Zero1:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for units, kept in self._kept:
-            units.copy_(kept)
-        was_skipped, has_restored = self._is_skipped, bool(self._kept)
-        self._reset_step()
-        if was_skipped:
+        self._stepped.add(optimizer)
+        if self._is_skipped:
             return
-        if has_restored:
+        if self._kept:
+            for units, kept in self._kept:
+                units.copy_(kept)
+            self._kept = []
             self._mark_payloads_stale()
         self._publish(self._reduce_order)
 
