@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_fp8zero.layout import BucketLayout, MainLayout, WeightSpec, plan_buckets
+from titan_fp8zero.layout import (
+    ELEMENT_ALIGNMENT,
+    BucketLayout,
+    MainLayout,
+    WeightSpec,
+    plan_buckets,
+)
 
 UNIT_BYTES = 4
 fast = settings(max_examples=150, deadline=None)
@@ -39,6 +45,10 @@ options = st.fixed_dictionaries(
         "padding_limit": st.floats(0, 2) | st.just(float("inf")),
     }
 )
+
+
+def alignment(bucket: BucketLayout) -> int:
+    return 1 if bucket.is_fp8 else ELEMENT_ALIGNMENT
 
 
 def padding(main: MainLayout) -> int:
@@ -107,10 +117,11 @@ def test_counts_are_real(weights, options):
 
 @fast
 @given(models(), options)
-def test_block_pads_less_than_a_unit_a_rank(weights, options):
+def test_block_pads_less_than_an_aligned_unit_a_rank(weights, options):
     for bucket in plan_buckets(weights, **{**options, "strategy": "block"}):
         for main in bucket.mains:
-            assert 0 <= padding(main) < bucket.num_ranks
+            assert 0 <= padding(main) < bucket.num_ranks * alignment(bucket)
+            assert main.units_per_rank % alignment(bucket) == 0
 
 
 @fast
@@ -119,13 +130,14 @@ def test_pooling_brings_padding_under_the_limit(weights, options):
     limit = options["padding_limit"]
     for bucket in plan_buckets(weights, **{**options, "strategy": "block"}):
         allowed = limit * bucket.real_units
-        least = -bucket.real_units % bucket.num_ranks  # all in one main parameter
+        quantum = bucket.num_ranks * alignment(bucket)
+        least = -bucket.real_units % quantum  # all in one main parameter
         if least <= allowed:
             assert bucket.padding_units <= allowed
         else:
             assert bucket.padding_units == least
         members = [member.weight for member in bucket.members]
-        unpooled = sum(-w.units % w.num_ranks for w in members)
+        unpooled = sum(-w.units % quantum for w in members)
         if unpooled <= allowed:
             assert not pooled(bucket)
         assert sum(len(main.members) > 1 for main in bucket.mains) <= 1
@@ -158,8 +170,9 @@ def test_param_gives_whole_weights_largest_first(weights, options):
         for units in sorted((m.weight.units for m in main.members), reverse=True):
             greedy[greedy.index(min(greedy))] += units
         assert sorted(loads) == sorted(greedy)
-        assert main.units_per_rank == max(loads)
-        assert bucket.padding_units == sum(max(loads) - load for load in loads)
+        fullest = -(-max(loads) // alignment(bucket)) * alignment(bucket)
+        assert main.units_per_rank == fullest
+        assert bucket.padding_units == sum(fullest - load for load in loads)
 
 
 @fast

@@ -47,6 +47,7 @@ from titan_fp8zero import (
     shard_zero1,
 )
 from titan_fp8zero.blocks import SMALLEST_NORMAL, num_tiles
+from titan_fp8zero.layout import ELEMENT_ALIGNMENT
 from titan_fp8zero.zero1 import local_tensor, main_of
 
 pytestmark = pytest.mark.multirank
@@ -256,8 +257,10 @@ def check_main_parameters() -> None:
         assert type(parameter.placements[0]) is BlockShard
         assert parameter.dtype == torch.float32
         shape = SHAPES[name.split(".")[1]]
-        units = num_tiles(shape) if name.split(".")[1] in FP8_SHAPES else shape_numel(shape)
-        assert parameter.shape[0] == -(-units // mesh.size()) * mesh.size()
+        is_fp8 = name.split(".")[1] in FP8_SHAPES
+        units = num_tiles(shape) if is_fp8 else shape_numel(shape)
+        quantum = mesh.size() * (1 if is_fp8 else ELEMENT_ALIGNMENT)
+        assert parameter.shape[0] == -(-units // quantum) * quantum
     for name, weight in before.items():
         assert torch.equal(main_values(model)[f"weights.{name}.weight.main"], weight)
     # Field report 12: state of the local shape.
