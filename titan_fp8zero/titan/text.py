@@ -3,7 +3,7 @@
 | dataset | text |
 |---|---|
 | `python_docs` | prose that ships with CPython (its help topics), nine topics of ten |
-| `python_docs_validation` | the tenth topic |
+| `python_docs_validation` | one topic of ten, a tenth of the text |
 | `local_text` | the `.jsonl` and `.txt` files at `training.dataset_path` |
 
 TorchTitan's own datasets keep their names.
@@ -40,6 +40,10 @@ TOPIC_PIECE = 1024
 to share. Topics are cut short and shuffled, so that a batch is not all of one topic."""
 
 
+VALIDATION_TOPIC = 6
+"""Which of every ten topics, sorted, is for validation: these have about a tenth of the text."""
+
+
 def register_datasets() -> None:
     """Adds our datasets to TorchTitan's."""
     for name, path, load in (
@@ -53,10 +57,12 @@ def register_datasets() -> None:
 
 
 def python_docs(validation: bool) -> list[str]:
-    """The samples of one split: of all topics in sorted order, every tenth is for validation."""
+    """The samples of one split: of all topics in sorted order, one of ten is for validation."""
     from pydoc_data.topics import topics
 
-    chosen = [name for i, name in enumerate(sorted(topics)) if (i % 10 == 9) == validation]
+    chosen = [
+        name for i, name in enumerate(sorted(topics)) if (i % 10 == VALIDATION_TOPIC) == validation
+    ]
     samples = [piece for name in chosen for piece in _pieces(StringIO(topics[name]), TOPIC_PIECE)]
     Random(0).shuffle(samples)
     return samples
