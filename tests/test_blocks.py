@@ -184,7 +184,7 @@ def test_zero_block_has_scale_one_and_codes_zero(quantize, scale_format):
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-def test_zeros_with_a_single_one(scale_format):  # field report 1
+def test_zeros_with_a_single_one(scale_format):
     weight = torch.zeros(256, 256)
     weight[200, 3] = 1.0
     codes, scale_inv = quantize_blockwise(weight, scale_format)
@@ -200,7 +200,7 @@ def test_zeros_with_a_single_one(scale_format):  # field report 1
     ("quantize", "dequantize"),
     [(quantize_blockwise, dequantize_blockwise), (quantize_rows, dequantize_rows)],
 )
-def test_extreme_amax(amax, scale_format, quantize, dequantize):  # field report 2
+def test_extreme_amax(amax, scale_format, quantize, dequantize):
     weight = torch.linspace(-1, 1, BLOCK * BLOCK, dtype=torch.float64).view(BLOCK, BLOCK)
     weight = (weight * amax).float()
     weight[:, 0] = amax  # every 1x128 group too
@@ -242,7 +242,7 @@ def test_to_e4m3_saturates_and_keeps_nan():
     assert to_e4m3(torch.tensor(float("nan"))).float().isnan()
 
 
-def test_shapes_of_576x7168():  # field report 4
+def test_shapes_of_576x7168():
     codes, scale_inv = quantize_blockwise(torch.randn(576, 7168))
     assert codes.shape == (576, 7168) and scale_inv.shape == (5, 56)
     assert scale_inv.dtype == torch.float32

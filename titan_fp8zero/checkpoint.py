@@ -9,7 +9,7 @@ strategy or bucket size, and FSDP2 can load what we save and we what it saves.
 from collections.abc import Iterator
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Shard
 
-from titan_fp8zero.blocks import BLOCK, scale_shape, unfold
+from titan_fp8zero.blocks import BLOCK, fold, scale_shape, unfold
 from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor, main_of
 
 aten = torch.ops.aten
@@ -174,6 +174,15 @@ class WeightView(_Wrapper):
             run.units.copy_(source_run.units)
         return self
 
+    def copy_whole(self, whole: torch.Tensor) -> None:
+        """Load this rank's units from the whole weight, a plain tensor."""
+        offset, size = self._geometry.offset, self._geometry.local_shape
+        ends = (start + length for start, length in zip(offset, size, strict=True))
+        local = whole[tuple(slice(start, end) for start, end in zip(offset, ends, strict=True))]
+        units = fold(local) if self._geometry.is_tiled else local.reshape(-1)
+        for run in self._runs:
+            run.units.copy_(units[run.start : run.start + len(run.units)])
+
     def _boxes(self) -> Iterator[tuple[Box, Box, torch.Tensor]]:
         """What this rank owns: boxes of the whole weight, of the grid of units, and their units."""
         for run in self._runs:
@@ -294,7 +303,8 @@ def use_weight_views(weights: list[Weight]) -> None:
     """Let the modules that own these weights save and load `WeightView`s of them.
 
     `state_dict()` then has every weight, tied and pooled ones too, in its own shape, and
-    `load_state_dict()` takes such views: those that DCP has loaded in place, or copies of them.
+    `load_state_dict()` takes such views, those that DCP has loaded in place or copies of them, or
+    whole weights as plain tensors.
     """
     for weight in weights:
         for module, name in weight.readers:
@@ -321,11 +331,20 @@ def _take_view(
     prefix: str,
     *args: Any,
 ) -> None:
-    view = state_dict.get(prefix + name)
-    if isinstance(view, WeightView):
-        with torch.no_grad():
-            weight_view(weight, weight.parameter).copy_(view)
-        state_dict[prefix + name] = weight.parameter
+    value = state_dict.get(prefix + name)
+    view = weight_view(weight, weight.parameter)
+    with torch.no_grad():
+        if isinstance(value, WeightView):
+            view.copy_(value)
+        elif _is_plain(value) and value.shape == view.shape:
+            view.copy_whole(value)
+        else:
+            return
+    state_dict[prefix + name] = weight.parameter
+
+
+def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:
+    return type(value) in (torch.Tensor, nn.Parameter)
 
 
 # Optimizer state.

@@ -79,12 +79,16 @@ def compare(a: Path, b: Path, steps: int | None, nproc: int | None, out: Path) -
     """
     jobs = _load(a, b, steps, nproc, out)
     _check_same_data(*jobs)
-    for job in jobs:
-        print(f"=== training {job.config_file}", flush=True)
-        job.train()
-    comparison = Comparison(*(_read(job) for job in jobs))
+    comparison = Comparison(*[_train(job) for job in jobs])
     _write(comparison, out)
     return comparison
+
+
+def _train(job: Job) -> Run:
+    print(f"=== training {job.config_file}", flush=True)
+    job.metrics_file.unlink(missing_ok=True)  # of an earlier comparison
+    job.train()
+    return _read(job)
 
 
 def _load(a: Path, b: Path, steps: int | None, nproc: int | None, out: Path) -> tuple[Job, Job]:

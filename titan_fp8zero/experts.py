@@ -46,7 +46,7 @@ class BlockwiseFP8GroupedExperts(nn.Module):
     ) -> None:
         """Takes the parameters as they are; for the rest see `FP8Config`."""
         super().__init__()
-        self.num_experts = w1.shape[0]
+        self.num_experts, self.hidden_dim, self.dim = w1.shape
         self.w1, self.w2, self.w3 = w1, w2, w3
         self.config = FP8Config(scale_format, wgrad, backend).checked()
         self._compute_weights: dict[str, FP8Weight] = {}
@@ -81,5 +81,5 @@ class BlockwiseFP8GroupedExperts(nn.Module):
         return quantized(weight.to_local() if isinstance(weight, DTensor) else weight, self.config)
 
     def extra_repr(self) -> str:
-        experts, hidden, dim = self.w1.shape
-        return f"{experts} experts, dim={dim}, hidden_dim={hidden}, {config_repr(self.config)}"
+        sizes = f"{self.num_experts} experts, dim={self.dim}, hidden_dim={self.hidden_dim}"
+        return f"{sizes}, {config_repr(self.config)}"

@@ -4,6 +4,7 @@
         --job.config_file train_configs/llama3_debug.toml
 """
 
+import ctypes
 import logging
 import signal
 import sys
@@ -14,9 +15,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import torchtitan_patches
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this rank when what started it is gone, killed even."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 @record
 def main() -> None:
     """Trains as the command line says, in TorchTitan's own syntax."""
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: end at once, without a traceback a rank
     # Until TorchTitan sets up logging itself: the patches are to be named in the log.
     logging.basicConfig(

@@ -137,7 +137,7 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"{fqn} is a main parameter already: shard_zero1 was called twice")
     if parameter.is_meta:
         raise ValueError(f"{fqn} is on the meta device: materialize it before shard_zero1")
-    if not parameter.is_floating_point() or parameter.element_size() == 1:
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"{fqn} must be fp32, bf16 or fp16, got {parameter.dtype}")
     if parameter.numel() == 0:
         raise ValueError(f"{fqn} has no elements: shape {tuple(parameter.shape)}")

@@ -20,7 +20,8 @@ class MetricsWriter:
     """Writes the file. Of an earlier run it keeps the steps before `first_step`."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        kept = [metrics for metrics in read_metrics(path) if metrics["step"] < first_step]
+        earlier = read_metrics(path) if first_step > 1 else []
+        kept = [metrics for metrics in earlier if metrics["step"] < first_step]
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.new")
         self._stream = aside.open("w", encoding="utf-8")
@@ -43,13 +44,25 @@ def _is_finite(value: float | None) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of the file, none if there is no file."""
-    return _parse(path.read_bytes()) if path.exists() else []
+    """The lines of the file, none if there is no file.
+
+    Raises:
+        ValueError: the file has a line that is none of ours.
+    """
+    if not path.exists():
+        return []
+    try:
+        return _parse(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not a metrics file ({error}): move it away") from None
 
 
 def _parse(content: bytes) -> list[dict[str, Any]]:
     # What follows the last line end is half a line, of a run that was killed or is writing it.
-    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+    metrics = [json.loads(line) for line in content.split(b"\n")[:-1]]
+    if not all(isinstance(line, dict) and "step" in line for line in metrics):
+        raise ValueError('a line is not an object with a "step"')
+    return metrics
 
 
 class MetricsFollower:
@@ -59,7 +72,7 @@ class MetricsFollower:
         self._path = path
         self._inode = path.stat().st_ino if path.exists() else None
         self._offset = path.stat().st_size if path.exists() else 0
-        self._earlier = read_metrics(path)
+        self._earlier = _parse_or_none(path)
 
     def read(self) -> list[dict[str, Any]]:
         """The whole lines since the last call."""
@@ -74,6 +87,14 @@ class MetricsFollower:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [metrics for metrics in _parse(whole) if metrics not in self._earlier]
+
+
+def _parse_or_none(path: Path) -> list[dict[str, Any]]:
+    """What the run may keep of the file; the run itself says what is wrong with it."""
+    try:
+        return read_metrics(path)
+    except ValueError:
+        return []
 
 
 def plot_losses(curves: dict[str, Iterable[tuple[int, float | None]]], image: Path) -> None:

@@ -66,7 +66,7 @@ class Zero1:
         self._reset_backwards()
         self._reset_step()
         self._bind_compute_weights(precision)
-        self._refuse_apply(model)
+        self._refuse_copies(model)
         use_weight_views(weights)
         self.publish_all()
         model.register_load_state_dict_post_hook(lambda module, keys: self.publish_all())
@@ -118,7 +118,14 @@ class Zero1:
     def _reader_modules(self) -> Iterable[nn.Module]:
         return dict.fromkeys(module for weight in self._weights for module, _ in weight.readers)
 
-    def _refuse_apply(self, model: nn.Module) -> None:
+    def _refuse_copies(self, model: nn.Module) -> None:
+        def refuse_copy(*args: Any) -> Any:
+            raise RuntimeError(
+                "the model is sharded by shard_zero1 and cannot be copied or pickled: its main "
+                "parameters are views of buckets. Save model.state_dict() through "
+                "torch.distributed.checkpoint, or copy the model before shard_zero1."
+            )
+
         def refuse(fn: Callable, recurse: bool = True) -> nn.Module:
             raise RuntimeError(
                 "the model is sharded by shard_zero1: .to(), .cuda(), .half() and the like would "
@@ -128,6 +135,8 @@ class Zero1:
 
         for module in [model, *self._reader_modules()]:
             module.__dict__["_apply"] = refuse
+            module.__dict__["__deepcopy__"] = refuse_copy
+            module.__dict__["__reduce_ex__"] = refuse_copy
 
     # Backward: fold-accumulate, reduce.
 
@@ -157,6 +166,8 @@ class Zero1:
         assert leaf.grad is not None
         gradient = local_tensor(leaf.grad)
         leaf.grad = None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(f"{weight.fqn} has a sparse gradient: only dense ones are reduced")
         self._enter_backward()
         weight.main.bucket.accumulate(weight.main.layout, weight.member, weight.to_units(gradient))
         self._used_locally.add(weight)
@@ -170,14 +181,16 @@ class Zero1:
             return
         if self._graph_task is not None:
             raise RuntimeError(
-                "the backward before this one failed and left gradients behind: "
-                "call optimizer.zero_grad() before the next backward"
+                "the backward before this one failed and left gradients behind: call "
+                "optimizer.zero_grad() before the next backward. (If none failed: reentrant "
+                "activation checkpointing does not work, use use_reentrant=False.)"
             )
         if not self._optimizers:
             raise RuntimeError(
                 "no optimizer is attached, its updates would never be published: "
                 "call zero1.attach(optimizer) before training"
             )
+        self._check_requires_grad()
         self._graph_task = graph_task
         self._reduces_now = (
             self._requires_gradient_sync and self._backwards_seen == self.backwards_per_step - 1
@@ -188,6 +201,18 @@ class Zero1:
         }
         self._to_reduce = list(reversed(self._reduce_order))
         Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _check_requires_grad(self) -> None:
+        changed = [
+            weight.fqn
+            for weight in self._weights
+            if weight.parameter.requires_grad != weight.leaf.requires_grad
+        ]
+        if changed:
+            raise RuntimeError(
+                f"requires_grad of {', '.join(changed)} was changed after shard_zero1: freeze or "
+                "unfreeze parameters before"
+            )
 
     def _start_ready_reductions(self) -> None:
         # One fixed order on all ranks, whatever order buckets complete in: collectives that are
@@ -238,6 +263,8 @@ class Zero1:
         ranks where the gradient norm is not finite. Its `zero_grad` also drops gradients that
         were not reduced. Raises ValueError if it holds a parameter that is no main parameter.
         """
+        if optimizer in self._optimizers:
+            raise ValueError("this optimizer is attached already")
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 main = main_of(parameter)
@@ -252,10 +279,11 @@ class Zero1:
 
         def drop_and_zero_grad(set_to_none: bool = True) -> None:
             self.drop_gradients()
-            self._reset_step()
             if hasattr(optimizer, "clip_factor"):
                 optimizer.clip_factor = None
             zero_grad(set_to_none)
+            if not self.gradients:  # else another optimizer's turn in this step is to come
+                self._reset_step()
 
         # Optimizers have no zero_grad hook.
         optimizer.zero_grad = drop_and_zero_grad  # type: ignore[method-assign]
@@ -283,13 +311,22 @@ class Zero1:
                 main.parameter.grad = None
         return not self._is_skipped
 
+    @property
+    def pending_clip_factor(self) -> torch.Tensor | None:
+        """What the next update multiplies gradients by, if clipping was left to it."""
+        factors = [getattr(optimizer, "clip_factor", None) for optimizer in self._optimizers]
+        return next((factor for factor in factors if factor is not None), None)
+
     def clip(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a 0-dim tensor: in the update where the optimizer can."""
         if all(hasattr(optimizer, "clip_factor") for optimizer in self._optimizers):
+            pending = self.pending_clip_factor
             for optimizer in self._optimizers:
-                optimizer.clip_factor = factor  # type: ignore[attr-defined]
+                optimizer.clip_factor = (  # type: ignore[attr-defined]
+                    factor if pending is None else pending * factor
+                )
             return
-        torch._foreach_mul_([local_tensor(gradient) for gradient in self._gradients()], factor)
+        torch._foreach_mul_([local_tensor(gradient) for gradient in self.gradients], factor)
 
     def _reset_step(self) -> None:
         self._is_norm_agreed = False
@@ -298,21 +335,40 @@ class Zero1:
         self._stepped: set[torch.optim.Optimizer] = set()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._unreduced_backwards:
-            raise RuntimeError(self._describe_unreduced())
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._decide_step(optimizer)
+            return None
+
+        def closure_then_decide() -> Any:
+            loss = closure()
+            self._decide_step(optimizer)
+            return loss
+
+        return (args[0], closure_then_decide), {}
+
+    @torch.no_grad()
+    def _decide_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Skip the step or let it go on; raises if gradients are not complete."""
+        if self._graph_task is not None or self._unreduced_backwards:
+            raise RuntimeError(self._describe_incomplete())
         if optimizer in self._stepped:
             self._reset_step()
         if not self._is_norm_agreed:
-            self.agree_on_norm(total_norm(self._gradients()))
+            self.agree_on_norm(total_norm(self.gradients))
         if not self._is_skipped:
             self._keep_unused_members(optimizer)
 
-    def _describe_unreduced(self) -> str:
-        if not self._requires_gradient_sync:
+    def _describe_incomplete(self) -> str:
+        if self._graph_task is not None:
+            return "optimizer.step() after a backward that failed: call optimizer.zero_grad() first"
+        if not self._backwards_seen:
             return (
-                "optimizer.step() while set_requires_gradient_sync(False) is in force: "
-                f"{self._unreduced_backwards} backward passes were accumulated but not reduced. "
+                f"optimizer.step() after {self._unreduced_backwards} backward passes under "
+                "set_requires_gradient_sync(False), which were accumulated but not reduced. "
                 "Switch it on before the last backward of a step."
             )
         return (
@@ -321,7 +377,9 @@ class Zero1:
             "drop them"
         )
 
-    def _gradients(self) -> list[torch.Tensor]:
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the main parameters that have one."""
         return [main.parameter.grad for main in self._mains() if main.parameter.grad is not None]
 
     def _keep_unused_members(self, optimizer: torch.optim.Optimizer) -> None:
@@ -350,7 +408,8 @@ class Zero1:
             raise RuntimeError(
                 f"{weight.fqn} had a gradient in this step but not in every step before, and it "
                 f"shares a main parameter, and its step count, with {', '.join(others)}: use the "
-                'strategy "block" with padding_limit=inf, which pools nothing'
+                'strategy "block" with padding_limit=inf ([blockwise_fp8] padding_limit = inf), '
+                "which pools nothing"
             )
 
     def _keep_runs(self, main: MainParameter, weight: Weight, local: torch.Tensor) -> None:
@@ -408,7 +467,7 @@ def shard_zero1(
     scale_format: ScaleFormat = "fp32",
     round_main_to_bf16: bool = False,
     bucket_bytes: int = 512 << 20,
-    padding_limit: float = 0.02,
+    padding_limit: float = float("inf"),
     backwards_per_step: int = 1,
 ) -> Zero1:
     """Shard a model's parameters over a data-parallel mesh, ZeRO-1 at tile granularity.
@@ -425,7 +484,8 @@ def shard_zero1(
         expert_mesh: the data-parallel mesh of expert weights under expert parallelism; its dims
             are dims of the expert weights' own mesh.
         strategy: "block" shares out tiles, "param" whole weights; the results are the same bits.
-        compute_dtype: bf16 or fp32, of high-precision compute weights and FP8 weights' gradients.
+        compute_dtype: bf16 or fp32, of high-precision compute weights and FP8 weights' gradients;
+            the caller gives inputs in it.
         gradient_dtype: of gradient accumulation and reduction.
         scale_format: "fp32", or "ue8m0": powers of two.
         round_main_to_bf16: round main parameters to bf16 before quantizing.
@@ -470,14 +530,25 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of main parameters by their total norm, and return it (0-dim tensor).
 
-    `parameters` are all main parameters of one or several models (pipeline stages). The norm is
-    the one number on which all ranks agree, so it also decides the skip: where it is not finite
-    no gradient is left, and the next step changes nothing on any rank.
+    `parameters` are all main parameters of one or several models (pipeline stages), ValueError
+    otherwise. The norm is the one number on which all ranks agree, so it also decides the skip:
+    where it is not finite no gradient is left, and the next step changes nothing on any rank.
     """
-    mains = [main for main in map(main_of, parameters) if main is not None]
-    gradients = [main.parameter.grad for main in mains if main.parameter.grad is not None]
+    mains = [main_of(parameter) for parameter in parameters]
+    owners = dict.fromkeys(main.owner for main in mains if main is not None)
+    expected = sum(len(zero1.main_parameters) for zero1 in owners)
+    if None in mains or len(mains) < expected:
+        raise ValueError(
+            f"clip_grad_norm_ takes all {expected} main parameters of a model and no others, got "
+            f"{len(mains) - mains.count(None)} and {mains.count(None)} other tensors"
+        )
+    gradients = [gradient for zero1 in owners for gradient in zero1.gradients]
     norm = total_norm(gradients, foreach=foreach, pp_mesh=pp_mesh)
-    for zero1 in dict.fromkeys(main.owner for main in mains):
+    for zero1 in owners:
+        if zero1.pending_clip_factor is not None:  # clipped before: gradients themselves were not
+            norm = norm * zero1.pending_clip_factor
+            break
+    for zero1 in owners:
         if zero1.agree_on_norm(norm):
             zero1.clip(clip_factor(norm, max_norm))
     return norm

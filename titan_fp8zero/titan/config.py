@@ -5,8 +5,8 @@ module's `JobConfig` into its own. TorchTitan reads the field types at run time,
 be strings (no `from __future__ import annotations` here).
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
 
 
 @dataclass
@@ -39,6 +39,27 @@ class BlockwiseFP8:
 
     padding_limit: float = 0.02
     """Small parameters are pooled where padding would pass this share of a bucket; inf: never."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the key: TorchTitan checks only the command line's types."""
+        if isinstance(self.fqns, str) or not all(isinstance(fqn, str) for fqn in self.fqns):
+            raise ValueError(f"[blockwise_fp8] fqns must be a list of strings, got {self.fqns!r}")
+        for field_ in fields(self):
+            choices, value = get_args(field_.type), getattr(self, field_.name)
+            if get_origin(field_.type) is Literal and value not in choices:
+                raise ValueError(
+                    f"[blockwise_fp8] {field_.name} must be one of {choices}, got {value!r}"
+                )
+        if not isinstance(self.bucket_mib, int) or self.bucket_mib < 1:
+            raise ValueError(
+                f"[blockwise_fp8] bucket_mib must be a positive whole number, "
+                f"got {self.bucket_mib!r}"
+            )
+        if not isinstance(self.padding_limit, int | float) or not self.padding_limit >= 0:
+            raise ValueError(
+                f"[blockwise_fp8] padding_limit must be a number, at least 0, "
+                f"got {self.padding_limit!r}"
+            )
 
 
 @dataclass

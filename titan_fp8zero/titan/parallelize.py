@@ -72,6 +72,10 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
 
         with swapped(modules, "apply_fsdp", stage):
             model = stock(model, parallel_dims, job_config)
+        if parallel_dims.fsdp_enabled and meshes["mesh"] is None:
+            raise RuntimeError(
+                f"{stock.__name__} did not call apply_fsdp: its ranks would train apart"
+            )
         sharding = Sharding(
             options=options_of(job_config),
             compute_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
