@@ -1,4 +1,4 @@
-"""Uses of `Zero1` that must say what is wrong, or do what stock optimizers do. One process, no mesh."""
+"""Uses of `Zero1` that must say what is wrong, or do what stock optimizers do. One process."""
 
 import copy
 import pickle
