@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8zero import BlockwiseAdamW, BlockwiseFP8Linear, Zero1, shard_zero1, unfold
 from titan_fp8zero.compute_weight import FP8Weight
-from titan_fp8zero.zero1 import local_tensor, main_of
+from titan_fp8zero.main_parameter import local_tensor, main_of
 
 FP8_SHAPES = {
     "plain": (256, 384),

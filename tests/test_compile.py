@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
 from titan_fp8zero import BlockwiseFP8Linear
-from titan_fp8zero.zero1 import local_tensor, main_of
+from titan_fp8zero.main_parameter import local_tensor, main_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 LAYERS = 12

@@ -48,7 +48,7 @@ from titan_fp8zero import (
 )
 from titan_fp8zero.blocks import SMALLEST_NORMAL, num_tiles
 from titan_fp8zero.layout import ELEMENT_ALIGNMENT
-from titan_fp8zero.zero1 import local_tensor, main_of
+from titan_fp8zero.main_parameter import local_tensor, main_of
 
 pytestmark = pytest.mark.multirank
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
 from titan_fp8zero.bucket import Bucket, Precision, ReducedGradient
 from titan_fp8zero.checkpoint import use_weight_views
+from titan_fp8zero.clip import clip_grad_norm_, total_norm
 from titan_fp8zero.compute_weight import reader_class
 from titan_fp8zero.layout import BucketLayout, Strategy, plan_buckets
 from titan_fp8zero.main_parameter import (
@@ -25,7 +26,7 @@ from titan_fp8zero.main_parameter import (
     make_main_parameter,
     weight_spec,
 )
-from titan_fp8zero.norm import clip_factor, total_norm
+from titan_fp8zero.step import StepState
 
 logger = logging.getLogger("titan_fp8zero")
 
@@ -64,7 +65,7 @@ class Zero1:
             if mains[0].parameter.requires_grad
         ]
         self._reset_backwards()
-        self._reset_step()
+        self._step = StepState()
         self._bind_compute_weights(precision)
         self._refuse_copies(model)
         use_weight_views(weights)
@@ -230,9 +231,9 @@ class Zero1:
             return
         while self._to_reduce:  # buckets with a weight that this rank did not use
             self._to_reduce.pop().start_reduce()
-        if self._stepped:
-            self._reset_step()
-        self._is_norm_agreed = False
+        if self._step.stepped:
+            self._step = StepState()
+        self._step.is_norm_agreed = False
         for bucket in self._reduce_order:
             self._assign_gradients(bucket, bucket.finish_reduce())
         self._reset_backwards()
@@ -242,7 +243,7 @@ class Zero1:
             used = [weight for weight in main.weights if self._is_used(weight, reduced)]
             if not used:
                 continue
-            self._used_in_step.update(used)
+            self._step.used.update(used)
             local = main.local(reduced.units).to(main.parameter.dtype)
             gradient = main.weights[0].mesh.main_tensor(local)
             if main.parameter.grad is None:
@@ -283,7 +284,7 @@ class Zero1:
                 optimizer.clip_factor = None
             zero_grad(set_to_none)
             if not self.gradients:  # else another optimizer's turn in this step is to come
-                self._reset_step()
+                self._step = StepState()
 
         # Optimizers have no zero_grad hook.
         optimizer.zero_grad = drop_and_zero_grad  # type: ignore[method-assign]
@@ -298,9 +299,9 @@ class Zero1:
 
         Returns whether the step goes on. `norm` must be the same on all ranks.
         """
-        self._is_norm_agreed = True
-        self._is_skipped = not bool(norm.isfinite())
-        if self._is_skipped:
+        self._step.is_norm_agreed = True
+        self._step.is_skipped = not bool(norm.isfinite())
+        if self._step.is_skipped:
             self.skipped_steps += 1
             logger.warning(
                 "step skipped on all ranks, the gradient norm is %s; skipped so far: %d",
@@ -309,7 +310,7 @@ class Zero1:
             )
             for main in self._mains():
                 main.parameter.grad = None
-        return not self._is_skipped
+        return not self._step.is_skipped
 
     @property
     def pending_clip_factor(self) -> torch.Tensor | None:
@@ -327,13 +328,6 @@ class Zero1:
                 )
             return
         torch._foreach_mul_([local_tensor(gradient) for gradient in self.gradients], factor)
-
-    def _reset_step(self) -> None:
-        self._is_norm_agreed = False
-        self._is_skipped = False
-        self._used_in_step: set[Weight] = set()
-        self._stepped: set[torch.optim.Optimizer] = set()
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -355,12 +349,12 @@ class Zero1:
         """Skip the step or let it go on; raises if gradients are not complete."""
         if self._graph_task is not None or self._unreduced_backwards:
             raise RuntimeError(self._describe_incomplete())
-        if optimizer in self._stepped:
-            self._reset_step()
-        if not self._is_norm_agreed:
+        if optimizer in self._step.stepped:
+            self._step = StepState()
+        if not self._step.is_norm_agreed:
             self.agree_on_norm(total_norm(self.gradients))
-        if not self._is_skipped:
-            self._keep_unused_members(optimizer)
+        if not self._step.is_skipped:
+            self._step.keep_unused_weights(optimizer)
 
     def _describe_incomplete(self) -> str:
         if self._graph_task is not None:
@@ -382,51 +376,12 @@ class Zero1:
         """Of the main parameters that have one."""
         return [main.parameter.grad for main in self._mains() if main.parameter.grad is not None]
 
-    def _keep_unused_members(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy what the step must not change: pooled weights that no rank used.
-
-        A weight alone in its main parameter simply has no gradient then.
-        """
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        for main in (main for main in map(main_of, parameters) if main is not None):
-            if main.parameter.grad is None or not self._used_in_step:
-                continue
-            main.updates += 1
-            for weight in main.weights:
-                if weight in self._used_in_step:
-                    self._check_updates(weight)
-                    continue
-                states = optimizer.state.get(main.parameter, {}).values()
-                for tensor in [main.parameter, *states]:
-                    if tensor.shape == main.parameter.shape:
-                        self._keep_runs(main, weight, local_tensor(tensor.detach()))
-
-    def _check_updates(self, weight: Weight) -> None:
-        weight.updates += 1
-        if weight.updates != weight.main.updates:
-            others = [other.fqn for other in weight.main.weights if other is not weight]
-            raise RuntimeError(
-                f"{weight.fqn} had a gradient in this step but not in every step before, and it "
-                f"shares a main parameter, and its step count, with {', '.join(others)}: use the "
-                'strategy "block" with padding_limit=inf ([blockwise_fp8] padding_limit = inf), '
-                "which pools nothing"
-            )
-
-    def _keep_runs(self, main: MainParameter, weight: Weight, local: torch.Tensor) -> None:
-        for run in main.owned_runs(weight):
-            start = run.local_start - main.layout.local_start
-            units = local[start : start + run.units]
-            self._kept.append((units, units.clone()))
-
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped.add(optimizer)
-        if self._is_skipped:
+        self._step.stepped.add(optimizer)
+        if self._step.is_skipped:
             return
-        if self._kept:
-            for units, kept in self._kept:
-                units.copy_(kept)
-            self._kept = []
+        if self._step.restore_unused_weights():
             self._mark_payloads_stale()
         self._publish(self._reduce_order)
 
@@ -518,37 +473,3 @@ def shard_zero1(
         padding_limit=padding_limit,
         backwards_per_step=backwards_per_step,
     )
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor],
-    max_norm: float,
-    *,
-    foreach: bool | None = None,
-    pp_mesh: DeviceMesh | None = None,
-) -> torch.Tensor:
-    """Clip the gradients of main parameters by their total norm, and return it (0-dim tensor).
-
-    `parameters` are all main parameters of one or several models (pipeline stages), ValueError
-    otherwise. The norm is the one number on which all ranks agree, so it also decides the skip:
-    where it is not finite no gradient is left, and the next step changes nothing on any rank.
-    """
-    mains = [main_of(parameter) for parameter in parameters]
-    owners = dict.fromkeys(main.owner for main in mains if main is not None)
-    expected = sum(len(zero1.main_parameters) for zero1 in owners)
-    if None in mains or len(mains) < expected:
-        raise ValueError(
-            f"clip_grad_norm_ takes all {expected} main parameters of a model and no others, got "
-            f"{len(mains) - mains.count(None)} and {mains.count(None)} other tensors"
-        )
-    gradients = [gradient for zero1 in owners for gradient in zero1.gradients]
-    norm = total_norm(gradients, foreach=foreach, pp_mesh=pp_mesh)
-    for zero1 in owners:
-        if zero1.pending_clip_factor is not None:  # clipped before: gradients themselves were not
-            norm = norm * zero1.pending_clip_factor
-            break
-    for zero1 in owners:
-        if zero1.agree_on_norm(norm):
-            zero1.clip(clip_factor(norm, max_norm))
-    return norm

@@ -20,8 +20,8 @@ def apply() -> None:
     """Replaces `clip_grad_norm_` for main parameters; all others are clipped as in stock."""
     import torchtitan.distributed.utils as dist_utils
 
+    from titan_fp8zero.clip import clip_grad_norm_
     from titan_fp8zero.main_parameter import main_of
-    from titan_fp8zero.zero1 import clip_grad_norm_
 
     if is_applied(NAME, getattr(dist_utils, FUNCTION, None)):
         return
