@@ -495,7 +495,7 @@ def launch(module: list[str], num_ranks: int, folder: Path) -> None:
     command += ["--nproc_per_node", str(num_ranks), *module]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, timeout=300, capture_output=True, text=True
+        command, cwd=folder, env=environment, timeout=600, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

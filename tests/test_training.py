@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 420
+TIMEOUT_S = 900
 
 SMALL = [
     *("--training.steps", "6", "--training.seq_len", "64", "--training.local_batch_size", "2"),
