@@ -258,7 +258,7 @@ def test_compare_of_a_run_that_ends_not_finite_is_still_json(tmp_path, capsys, f
 
 
 def test_compare_trains_both_alike_and_writes_table_and_plot(tmp_path, capsys, fake_training):
-    configs = two_configs(tmp_path, seed=("seed = 42", "seed = 7"), lr=("lr = 2e-3", "lr = 3e-3"))
+    configs = two_configs(tmp_path, seed=("seed = 42", "seed = 7"), lr=("lr = 1e-3", "lr = 3e-3"))
     out = tmp_path / "out"
     assert cli.main(["compare", *configs, "--steps", "30", "--out", str(out)]) == 0
 
@@ -268,7 +268,7 @@ def test_compare_trains_both_alike_and_writes_table_and_plot(tmp_path, capsys, f
     assert first.training.steps == second.training.steps == 30
     assert not first.checkpoint.enable and not second.checkpoint.enable
     assert first.job.dump_folder != second.job.dump_folder
-    assert (first.optimizer.lr, second.optimizer.lr) == (2e-3, 3e-3)
+    assert (first.optimizer.lr, second.optimizer.lr) == (1e-3, 3e-3)
 
     result = json.loads((out / "compare.json").read_text())
     assert [row["step"] for row in result["steps"]] == list(range(1, 31))
@@ -288,6 +288,9 @@ def test_compare_of_configs_that_write_no_metrics_says_what_to_import(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(Job, "train", lambda job: None)
+    stale = tmp_path / "out/a_a/metrics.jsonl"  # of an earlier comparison
+    stale.parent.mkdir(parents=True)
+    stale.write_text('{"step": 1, "loss": 8.0, "tokens_per_s": 1.0}\n')
     assert cli.main(["compare", *two_configs(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert 'custom_import has to be "titan_fp8zero.titan"' in capsys.readouterr().err
 

@@ -13,9 +13,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 900
 
+# Sums in another order (of ranks, micro-batches, norms) differ in the last bits, and training makes
+# differences grow: at this learning rate not into the printed digits, in six steps.
 SMALL = [
     *("--training.steps", "6", "--training.seq_len", "64", "--training.local_batch_size", "2"),
-    *("--validation.no-enable", "--lr_scheduler.warmup_steps", "2", "--optimizer.lr", "5e-4"),
+    *("--validation.no-enable", "--lr_scheduler.warmup_steps", "2", "--optimizer.lr", "2e-4"),
     "--metrics.no-enable-tensorboard",
 ]
 # Clipping by a factor of exactly 1: the norm is summed in another order where tiles lie elsewhere.
