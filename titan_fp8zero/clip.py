@@ -24,15 +24,16 @@ def clip_grad_norm_(
     otherwise. The norm is the one number on which all ranks agree, so it also decides the skip:
     where it is not finite no gradient is left, and the next step changes nothing on any rank.
     """
-    mains = [main_of(parameter) for parameter in parameters]
-    owners = dict.fromkeys(main.owner for main in mains if main is not None)
+    parameters = list(parameters)
+    mains = [main for main in map(main_of, parameters) if main is not None]
+    owners = dict.fromkeys(main.owner for main in mains)
     expected = sum(len(zero1.main_parameters) for zero1 in owners)
-    if None in mains or len(mains) < expected:
+    if not len(parameters) == len(mains) == expected:
         raise ValueError(
             f"clip_grad_norm_ takes all {expected} main parameters of a model and no others, got "
-            f"{len(mains) - mains.count(None)} and {mains.count(None)} other tensors"
+            f"{len(mains)} and {len(parameters) - len(mains)} other tensors"
         )
-    gradients = [gradient for zero1 in owners for gradient in zero1.gradients]
+    gradients = [main.parameter.grad for main in mains if main.parameter.grad is not None]
     norm = total_norm(gradients, foreach=foreach, pp_mesh=pp_mesh)
     for zero1 in owners:
         if zero1.pending_clip_factor is not None:  # clipped before: gradients themselves were not
