@@ -160,10 +160,6 @@ class Bucket:
         reduced = partial.redistribute(placements=[BlockShard()], async_op=True)
         self._reduction = reduced.to_local()
 
-    @property
-    def is_reducing(self) -> bool:
-        return self._reduction is not None
-
     def finish_reduce(self) -> ReducedGradient:
         """Wait for the reduce-scatter; under HSDP all-reduce the shard."""
         assert self._reduction is not None, "start_reduce comes first"
