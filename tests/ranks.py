@@ -8,7 +8,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,11 +69,12 @@ def rank_outcomes(
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, connections = [], []
+        logs = [Path(folder, f"stderr-{rank}") for rank in range(num_ranks)]
         for rank in range(num_ranks):
             receiving, sending = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_run_rank,
-                args=(rank, num_ranks, f"{folder}/store", timeout, sending, function, args),
+                args=(rank, num_ranks, folder, timeout, sending, function, args),
                 daemon=True,
             )
             process.start()
@@ -81,48 +82,60 @@ def rank_outcomes(
             processes.append(process)
             connections.append(receiving)
         try:
-            return _collect(connections, processes, time.monotonic() + timeout)
+            return _collect(connections, processes, logs, time.monotonic() + timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(connections: list[Connection], processes: list[Any], deadline: float) -> list[Outcome]:
+def _collect(
+    connections: list[Connection], processes: list[Any], logs: list[Path], deadline: float
+) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(connections):
         pending = {connections[r]: r for r in range(len(connections)) if r not in outcomes}
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
             for rank in pending.values():
-                outcomes[rank] = Outcome(error="did not end in time, killed")
+                error = f"did not end in time, killed\n{_last_words(logs[rank])}"
+                outcomes[rank] = Outcome(error=error)
         for connection in ready:
             rank = pending[connection]
             try:
                 outcomes[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
                 processes[rank].join(GRACE)
-                outcomes[rank] = Outcome(error=f"died, exit code {processes[rank].exitcode}")
+                error = f"died, exit code {processes[rank].exitcode}\n{_last_words(logs[rank])}"
+                outcomes[rank] = Outcome(error=error)
             if outcomes[rank].error is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
     return [outcomes[rank] for rank in range(len(connections))]
 
 
+def _last_words(log: Path) -> str:
+    """The end of what a rank that cannot speak any more wrote to stderr: why it aborted or hung."""
+    return log.read_text(errors="replace")[-4000:] if log.exists() else ""
+
+
 def _run_rank(
     rank: int,
     num_ranks: int,
-    store: str,
+    folder: str,
     timeout: float,
     connection: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    with open(f"{folder}/stderr-{rank}", "w") as log:
+        os.dup2(log.fileno(), 2)  # C++ that aborts writes to the descriptor
+    faulthandler.enable(2)
+    faulthandler.dump_traceback_later(timeout - 1, file=2)  # where a hang hangs
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    faulthandler.dump_traceback_later(timeout - 1, file=sys.__stderr__)  # where a hang hangs
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, num_ranks),
+        store=dist.FileStore(f"{folder}/store", num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout),
