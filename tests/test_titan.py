@@ -126,8 +126,24 @@ def test_the_converter_without_our_config_module_says_what_to_set() -> None:
         (["--checkpoint.enable", "--checkpoint.last_save_in_hf"], {}, "last_save_in_hf"),
         (["--checkpoint.enable", "--checkpoint.initial_load_in_hf"], {}, "initial_load_in_hf"),
         ([], {"dp_replicate": 2}, "data_parallel_replicate_degree"),
-        ([], {"dp_shard": 2, "tp": 2}, "tensor_parallel_degree"),
-        ([], {"dp_shard": 2, "pp": 2}, "pipeline_parallel_degree"),
+        (
+            ["--parallelism.enable_async_tensor_parallel"],
+            {"dp_shard": 2, "tp": 2},
+            "enable_async_tensor_parallel",
+        ),
+        *(
+            (
+                ["--parallelism.pipeline_parallel_schedule", schedule],
+                {"dp_shard": 2, "pp": 2},
+                schedule,
+            )
+            for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        ),
+        (
+            ["--parallelism.pipeline_parallel_schedule_csv", "schedule.csv"],
+            {"dp_shard": 2, "pp": 2},
+            "pipeline_parallel_schedule_csv",
+        ),
     ],
 )
 def test_what_does_not_work_is_refused_by_name(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import Placement
 
 
 class FP8Weight(NamedTuple):
@@ -21,6 +22,8 @@ class FP8Weight(NamedTuple):
     """fp32 `[..., ceil(R/128), ceil(C/128)]`."""
     carrier: torch.Tensor
     """Leaf of the weight's shape and the gradient's dtype; the gradient carrier has no storage."""
+    placements: tuple[Placement, ...] = ()
+    """Over the mesh dims of model parallelism (TP, EP), if this is the local shard of a weight."""
 
 
 def gradient_carrier(

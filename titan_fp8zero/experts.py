@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_fp8zero.blocks import ScaleFormat
 from titan_fp8zero.compute_weight import FP8Weight
@@ -75,10 +74,7 @@ class BlockwiseFP8GroupedExperts(nn.Module):
 
     def _compute_weight(self, name: str) -> FP8Weight:
         bound = self._compute_weights.get(name)
-        if bound is not None:
-            return bound
-        weight = getattr(self, name)
-        return quantized(weight.to_local() if isinstance(weight, DTensor) else weight, self.config)
+        return bound or quantized(getattr(self, name), self.config)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts} experts, dim={self.dim}, hidden_dim={self.hidden_dim}"

@@ -5,10 +5,12 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_fp8zero import gemm
 from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
 from titan_fp8zero.compute_weight import FP8Weight
+from titan_fp8zero.tensor_parallel import local_operand, product
 
 WgradPrecision = Literal["bf16", "fp8"]
 WGRAD_PRECISIONS = ("bf16", "fp8")
@@ -43,6 +45,9 @@ class BlockwiseFP8Linear(nn.Linear):
     Takes x `[..., in_features]` in bf16 or fp32 and computes in that dtype, under autocast in
     autocast's; any other raises TypeError. What is saved for backward is FP8. A non-finite value
     in x or dy comes out as NaN.
+
+    Under tensor parallelism (ColwiseParallel, RowwiseParallel) x is a DTensor and so is the result;
+    blocks are those of the local shard of the weight.
 
     The weight is quantized in every forward, until `shard_zero1` binds a compute weight to the
     module: then that is read instead, and the gradient arrives on its gradient carrier.
@@ -80,10 +85,19 @@ class BlockwiseFP8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight = self._compute_weights.get("weight") or quantized(self.weight, self.config)
         x = to_compute_dtype(input)
-        rows = quantize_activation(x.reshape(-1, x.shape[-1]), self.config, (weight,))
-        out = multiply(rows, weight, self.config)
+        if isinstance(x, DTensor):
+            (placement,) = weight.placements
+            local = self._multiply(local_operand(x, placement), weight)
+            out: Tensor = product(local, x, placement)
+        else:
+            out = self._multiply(x, weight)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
+        return out
+
+    def _multiply(self, x: Tensor, weight: FP8Weight) -> Tensor:
+        rows = quantize_activation(x.reshape(-1, x.shape[-1]), self.config, (weight,))
+        out = multiply(rows, weight, self.config)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def extra_repr(self) -> str:
@@ -96,9 +110,11 @@ def config_repr(config: FP8Config) -> str:
 
 
 def quantized(weight: Tensor, config: FP8Config) -> FP8Weight:
-    """An unbound weight, quantized now; it is its own gradient carrier."""
-    codes, scale_inv = gemm.quantize_weight(weight.detach(), config.scale_format)
-    return FP8Weight(codes, scale_inv, weight)
+    """An unbound weight, or its local shard, quantized now; it is its own gradient carrier."""
+    placements = weight.placements if isinstance(weight, DTensor) else ()
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    codes, scale_inv = gemm.quantize_weight(local.detach(), config.scale_format)
+    return FP8Weight(codes, scale_inv, local, placements)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -153,8 +169,15 @@ def multiply(
     gradient comes back on its carrier, in the carrier's dtype.
     """
     x, *operands = activation
-    codes, scale_inv, carrier = weight
-    return _Multiply.apply(x, carrier, *operands, codes, scale_inv, num_tokens_per_expert, config)
+    return _Multiply.apply(
+        x,
+        weight.carrier,
+        *operands,
+        weight.codes,
+        weight.scale_inv,
+        num_tokens_per_expert,
+        config,
+    )
 
 
 class _Multiply(torch.autograd.Function):

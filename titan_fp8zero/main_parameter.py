@@ -190,4 +190,5 @@ def empty_compute_weight(weight: Weight, precision: Precision) -> FP8Weight | to
         codes=torch.zeros(weight.shape, dtype=torch.float8_e4m3fn, device=device),
         scale_inv=torch.ones(scale_shape(weight.shape), device=device),
         carrier=carrier.requires_grad_(weight.trainable),
+        placements=tuple(placement for _, placement in weight.mesh.model_parallel),
     )

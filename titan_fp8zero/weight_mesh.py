@@ -1,4 +1,4 @@
-"""Over which mesh dims a main parameter is sharded, replicated, or left to expert parallelism."""
+"""Over which mesh dims a main parameter is sharded, replicated, or left to model parallelism."""
 
 import functools
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class WeightMesh:
     """Of the main parameter, over all dims of `mesh`."""
     data_parallel: DataParallelMesh
     model_parallel: tuple[tuple[str, Placement], ...]
-    """Dims that stay sharded in the compute weight (EP), and their placement there."""
+    """Dims that the compute weight keeps (TP, EP), and their placement there."""
 
     def main_tensor(self, local: torch.Tensor) -> torch.Tensor:
         """Wrap a rank's units as the sharded tensor they are part of."""
@@ -30,12 +30,21 @@ class WeightMesh:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
 
     def compute_tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """Wrap a compute weight as the tensor that expert parallelism expects to read."""
+        """Wrap a compute weight as the tensor that model parallelism expects to read."""
         if not self.model_parallel:
             return local
         assert self.mesh is not None
         names, placements = zip(*self.model_parallel, strict=True)
-        return DTensor.from_local(local, self.mesh[names], placements, run_check=False)
+        mesh = self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A rank's gradient of a compute weight; partial sums over a model-parallel dim (those of
+        a norm under sequence parallelism, say) are added up."""
+        if not isinstance(gradient, DTensor):
+            return gradient
+        placements = [placement for _, placement in self.model_parallel]
+        return gradient.redistribute(placements=placements).to_local()
 
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local weight that one model-parallel rank holds whole."""
@@ -61,7 +70,7 @@ def weight_mesh_of(
     names = parameter.device_mesh.mesh_dim_names or ()
     known = {name for m in (mesh, expert_mesh) if m is not None for name in m.mesh_dim_names or ()}
     data_parallel = tuple(dim for dim, name in enumerate(names) if name in known)
-    if not data_parallel:
+    if known and not data_parallel:
         raise ValueError(
             f"{fqn} is a DTensor over mesh dims {names}, none of which is a data-parallel dim "
             f"({sorted(known)}): name them in mesh or expert_mesh"
@@ -81,18 +90,20 @@ def _place(
     model_parallel: tuple[tuple[str, Placement], ...],
 ) -> WeightMesh:
     """The last data-parallel dim shards, one in front of it replicates (HSDP)."""
-    *replicate_dims, shard_dim = data_parallel
-    # Expert shards lie end to end in dim 0, so that a norm over the mesh counts each of them once.
+    # Model-parallel shards lie end to end in dim 0, so that a norm over the mesh counts each once.
     placements: list[Placement] = [
         Shard(0)
         if name in dict(model_parallel) and dict(model_parallel)[name].is_shard()
         else Replicate()
         for name in mesh.mesh_dim_names or [""] * mesh.ndim
     ]
-    placements[shard_dim] = BlockShard()
-    replicate = _dim_mesh(mesh, replicate_dims[0]) if replicate_dims else None
-    data_parallel_mesh = DataParallelMesh(_dim_mesh(mesh, shard_dim), replicate)
-    return WeightMesh(mesh, tuple(placements), data_parallel_mesh, model_parallel)
+    shard = replicate = None
+    if data_parallel:
+        *replicate_dims, shard_dim = data_parallel
+        placements[shard_dim] = BlockShard()
+        shard = _dim_mesh(mesh, shard_dim)
+        replicate = _dim_mesh(mesh, replicate_dims[0]) if replicate_dims else None
+    return WeightMesh(mesh, tuple(placements), DataParallelMesh(shard, replicate), model_parallel)
 
 
 def _dim_mesh(mesh: DeviceMesh, dim: int) -> DeviceMesh:

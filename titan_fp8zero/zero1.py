@@ -165,7 +165,7 @@ class Zero1:
     @torch.no_grad()
     def _on_gradient(self, weight: Weight, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
-        gradient = local_tensor(leaf.grad)
+        gradient = weight.mesh.local_gradient(leaf.grad)
         leaf.grad = None
         if gradient.layout != torch.strided:
             raise RuntimeError(f"{weight.fqn} has a sparse gradient: only dense ones are reduced")

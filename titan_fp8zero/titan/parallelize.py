@@ -8,6 +8,7 @@ draws the same bits as in a stock run. `optimizers.py` re-lays them as main para
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ from titan_fp8zero.titan.converter import CONVERTER
 from titan_fp8zero.titan.refuse import refuse_unsupported
 from titan_fp8zero.titan.swap import swapped
 
-EXPERT_SHARD_DIM = "efsdp"
+EXPERT_DIM = "ep"
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,18 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
 
 
 def _backwards_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
-    """Gradient accumulation steps, as the trainer computes them.
+    """Gradient accumulation steps, as the trainer computes them, times pipeline micro-batches.
 
-    The trainer never says which micro-batch is the last, so that they are counted.
+    Neither the trainer nor a pipeline schedule says which backward is the last: they are counted.
     """
-    training = job_config.training
-    if training.global_batch_size < 0:
-        return 1
-    batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    return training.global_batch_size // (training.local_batch_size * batch_degree)
+    training, steps = job_config.training, 1
+    if training.global_batch_size >= 0:
+        batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
+        steps = training.global_batch_size // (training.local_batch_size * batch_degree)
+    if not parallel_dims.pp_enabled:
+        return steps
+    microbatch_size = job_config.parallelism.pipeline_parallel_microbatch_size
+    return steps * (training.local_batch_size // microbatch_size)
 
 
 def _stage_parameters(
@@ -111,40 +115,39 @@ def _stage_parameters(
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in staged:
-                sharded = (
-                    _shard_expert_weight(parameter, expert_mesh)
-                    if isinstance(parameter, DTensor)
-                    else distribute_tensor(
-                        parameter.data,
-                        dp_mesh,
-                        [*_replicated(dp_mesh), Shard(0)],
-                        src_data_rank=None,
-                    )
-                )
+                sharded = _shard_as_fsdp2(parameter, dp_mesh, expert_mesh)
                 staged[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
             module.register_parameter(name, staged[id(parameter)])
 
 
-def _replicated(dp_mesh: DeviceMesh) -> list[Placement]:
-    return [Replicate()] * (dp_mesh.ndim - 1)
-
-
-def _shard_expert_weight(parameter: DTensor, expert_mesh: DeviceMesh | None) -> DTensor:
-    """An EP weight, on ("ep",) as `Shard(0)`, sharded over efsdp too as FSDP2 would."""
-    assert expert_mesh is not None, "TorchTitan makes one wherever it shards experts"
-    mesh = DeviceMesh._concatenate([expert_mesh, parameter.device_mesh])
-    ranks = expert_mesh[EXPERT_SHARD_DIM].size()
-    rank = expert_mesh[EXPERT_SHARD_DIM].get_local_rank()
-    ep_degree = parameter.device_mesh.size()
-    # TorchTitan shards dim 1 where there are more ranks than experts.
-    dim = 1 if ranks * ep_degree > parameter.shape[0] else 0
-    shard = Shard(1) if dim == 1 else _StridedShard(0, split_factor=ep_degree)
+def _shard_as_fsdp2(
+    parameter: nn.Parameter, dp_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+) -> DTensor:
+    """A parameter as the DTensor that FSDP2 makes of it, also where TP or EP have cut it."""
+    replicated: list[Placement] = [Replicate()] * (dp_mesh.ndim - 1)
+    if not isinstance(parameter, DTensor):
+        placements = [*replicated, Shard(0)]
+        return distribute_tensor(parameter.data, dp_mesh, placements, src_data_rank=None)
+    model_mesh, dim = parameter.device_mesh, 0
+    if EXPERT_DIM in (model_mesh.mesh_dim_names or ()):
+        assert expert_mesh is not None, "TorchTitan makes one wherever it shards experts"
+        dp_mesh = expert_mesh
+        # TorchTitan shards dim 1 where there are more ranks than experts.
+        if dp_mesh.size(-1) * model_mesh[EXPERT_DIM].size() > parameter.shape[0]:
+            dim = 1
+    cuts = prod(
+        model_mesh.size(mesh_dim)
+        for mesh_dim, placement in enumerate(parameter.placements)
+        if placement.is_shard(dim)
+    )
+    shard = Shard(dim) if cuts == 1 else _StridedShard(dim, split_factor=cuts)
+    ranks, rank = dp_mesh.size(-1), dp_mesh.get_local_rank(-1)
     local = parameter.to_local()
     chunks = torch.chunk(local, ranks, dim)
     return DTensor.from_local(
         chunks[rank] if rank < len(chunks) else local.narrow(dim, 0, 0),
-        mesh,
-        [*_replicated(expert_mesh), shard, *parameter.placements],
+        DeviceMesh._concatenate([dp_mesh, model_mesh]),
+        [*replicated, shard, *parameter.placements],
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),

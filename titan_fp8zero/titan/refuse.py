@@ -3,6 +3,8 @@
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 def refuse_unsupported(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     """Raises ValueError that names the config key, the reason, and what to do."""
@@ -29,14 +31,22 @@ def refuse_unsupported(job_config: JobConfig, parallel_dims: ParallelDims) -> No
             "data_parallel_shard_degree = -1 and data_parallel_replicate_degree = 1",
         ),
         (
-            parallel_dims.tp_enabled,
-            "[parallelism] tensor_parallel_degree",
-            "tensor-parallel shards are not folded into tiles. Set it to 1",
+            job_config.parallelism.enable_async_tensor_parallel,
+            "[parallelism] enable_async_tensor_parallel",
+            "Inductor finds no GEMM to pipeline in opaque FP8 ones. Set it to false",
         ),
         (
-            parallel_dims.pp_enabled,
-            "[parallelism] pipeline_parallel_degree",
-            "reductions are not counted over pipeline micro-batches. Set it to 1",
+            parallel_dims.pp_enabled
+            and job_config.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES,
+            f'[parallelism] pipeline_parallel_schedule = "'
+            f'{job_config.parallelism.pipeline_parallel_schedule}"',
+            "it splits backward in two, and gradients of weights would arrive outside of it. Use "
+            '"1F1B" or "Interleaved1F1B"',
+        ),
+        (
+            parallel_dims.pp_enabled and job_config.parallelism.pipeline_parallel_schedule_csv,
+            "[parallelism] pipeline_parallel_schedule_csv",
+            "it may split backward in two. Remove it and name a schedule",
         ),
     ]
     reasons += [
