@@ -114,6 +114,9 @@ def shard(
 
 def compute_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """What forward reads: codes and scale_inv, or values; clones."""
+    for main in map(main_of, model.parameters()):
+        if main is not None:
+            main.owner.wait_for_publish()
     found = {}
     for module_name, module in model.named_modules():
         for name, compute in module.__dict__.get("_compute_weights", {}).items():

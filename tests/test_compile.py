@@ -113,7 +113,7 @@ def gradients(dtype: torch.dtype, compiled: bool) -> dict[str, torch.Tensor]:
     """Gradients of main parameters for losses of several magnitudes."""
     model = Linears()
     call = torch.compile(model, fullgraph=True) if compiled else model
-    _, optimizer = shard(model, None, compute_dtype=dtype, gradient_dtype=torch.float32)
+    _, optimizer = shard(model, None, compute_dtype=dtype, accumulate_dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(16, 128, generator=generator), torch.randn(16, 128, generator=generator)
     x = x.to(dtype)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from titan_fp8zero.blocks import BLOCK, TILE_NUMEL, ScaleFormat, quantize_tiles
 from titan_fp8zero.layout import BucketLayout, MainLayout, Member
 from titan_fp8zero.placement import BlockShard
+from titan_fp8zero.ring import GradientRing
 
 ROW_ALIGNMENT = 8  # elements: rows of bf16 start at 16 bytes
 SCALE_BYTES = 4
@@ -43,8 +44,10 @@ class Precision(NamedTuple):
 
     compute: torch.dtype
     """Of high-precision compute weights."""
-    gradient: torch.dtype
-    """Of accumulation and reduction."""
+    accumulate: torch.dtype
+    """Of the gradient buffers."""
+    reduce: torch.dtype
+    """Of gradients on the wire."""
     scale_format: ScaleFormat
     round_main_to_bf16: bool
     """Round main parameters to bf16 before they are quantized."""
@@ -121,10 +124,12 @@ class Bucket:
         mesh: DataParallelMesh,
         *,
         precision: Precision,
+        ring: GradientRing,
         device: torch.device,
     ) -> None:
         self.layout = layout
         self.mesh = mesh
+        self._ring = ring
         self.is_fp8 = layout.is_fp8
         self.precision = precision
         self._unit = (BLOCK, BLOCK) if layout.is_fp8 else ()
@@ -134,6 +139,7 @@ class Bucket:
         self.main = torch.zeros(self._units, *self._unit, device=device)
         self._gradient: torch.Tensor | None = None
         self._reduction: torch.Tensor | None = None
+        self._reducing: torch.Tensor | None = None
         self._payload = self._empty_payload()
         self._gathering: torch.Tensor | None = None
 
@@ -153,36 +159,50 @@ class Bucket:
         """Start the reduce-scatter of what was accumulated; zeros where nothing was."""
         gradient = self._zero_gradient() if self._gradient is None else self._gradient
         self._gradient = None
-        if self.mesh.shard is None:
-            self._reduction = gradient
+        wire = gradient.to(self.precision.reduce)
+        if self.mesh.shard is None or self.mesh.num_ranks == 1:
+            self._reduction = wire  # the buffer itself, which is not lent again
             return
-        partial = DTensor.from_local(gradient, self.mesh.shard, [Partial("sum")], run_check=False)
+        partial = DTensor.from_local(wire, self.mesh.shard, [Partial("sum")], run_check=False)
         reduced = partial.redistribute(placements=[BlockShard()], async_op=True)
         self._reduction = reduced.to_local()
+        self._reducing = gradient
+        self._ring.reducing(self)
+
+    def wait_reduce(self) -> None:
+        """Wait for the reduce-scatter, and give the gradient buffer back."""
+        assert self._reduction is not None, "start_reduce comes first"
+        self._reduction = self._wait(self._reduction, "reduce-scatter")
+        if self._reducing is not None:
+            self._ring.give_back(self, self._reducing)
+            self._reducing = None
 
     def finish_reduce(self) -> ReducedGradient:
         """Wait for the reduce-scatter; under HSDP all-reduce the shard."""
-        assert self._reduction is not None, "start_reduce comes first"
-        shard = _wait(self._reduction)
-        self._reduction = None
+        self.wait_reduce()
+        shard, self._reduction = self._reduction, None
+        assert shard is not None
         if self.mesh.replicate is not None:
             partial = DTensor.from_local(
                 shard, self.mesh.replicate, [Partial("sum")], run_check=False
             )
-            shard = _wait(partial.redistribute(placements=[Replicate()]).to_local())
+            replicated = partial.redistribute(placements=[Replicate()]).to_local()
+            shard = self._wait(replicated, "all-reduce")
         return ReducedGradient(self._gradient_units(shard)[0], self._flags(shard)[0], self._flag_of)
 
     def drop_gradient(self) -> None:
         """Forget what was accumulated; wait for a reduction under way."""
         if self._reduction is not None:
-            _wait(self._reduction)
+            self.wait_reduce()
+        if self._gradient is not None:
+            self._ring.give_back(self, self._gradient)
         self._gradient = self._reduction = None
 
     def _zero_gradient(self) -> torch.Tensor:
         flags = -(-len(self._flag_of) // ROW_ALIGNMENT) * ROW_ALIGNMENT
         columns = self._units * self._unit_numel + flags
-        dtype, device = self.precision.gradient, self.main.device
-        return torch.zeros(self.mesh.num_ranks, columns, dtype=dtype, device=device)
+        shape = (self.mesh.num_ranks, columns)
+        return self._ring.take(shape, self.precision.accumulate, self.main.device)
 
     def _gradient_units(self, gradient: torch.Tensor) -> torch.Tensor:
         units = gradient[:, : self._units * self._unit_numel]
@@ -202,7 +222,7 @@ class Bucket:
 
     def start_publish(self) -> None:
         """Start the all-gather of the payload."""
-        if self.mesh.shard is None:
+        if self.mesh.shard is None or self.mesh.num_ranks == 1:
             self._gathering = self._payload
             return
         sharded = DTensor.from_local(
@@ -214,7 +234,7 @@ class Bucket:
     def finish_publish(self) -> Gathered:
         """Wait for the all-gather."""
         assert self._gathering is not None, "start_publish comes first"
-        gathered = self._split_payload(_wait(self._gathering))
+        gathered = self._split_payload(self._wait(self._gathering, "all-gather"))
         self._gathering = None
         return gathered
 
@@ -233,6 +253,15 @@ class Bucket:
         codes = codes.view(len(payload), self._units, BLOCK, BLOCK)
         return Gathered(codes, payload[:, code_bytes:].view(torch.float32))
 
-
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    def _wait(self, tensor: torch.Tensor, collective: str) -> torch.Tensor:
+        if not isinstance(tensor, AsyncCollectiveTensor):
+            return tensor
+        try:
+            return tensor.wait()
+        except RuntimeError as error:
+            first, last = self.layout.members[0].weight.fqn, self.layout.members[-1].weight.fqn
+            raise RuntimeError(
+                f"the {collective} of the bucket from {first} to {last} failed on rank "
+                f"{self.mesh.rank} of {self.mesh.num_ranks}: another rank has died, or does not "
+                f"take part ({error})"
+            ) from error

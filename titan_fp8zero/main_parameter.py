@@ -78,6 +78,12 @@ class MainParameter:
         start = self.layout.local_start
         return bucket_shard[start : start + self.layout.units_per_rank]
 
+    def refresh_payload(self) -> None:
+        """Quantize or cast into the payload, unless the optimizer has done so in its update."""
+        if not self.payload.is_fresh:
+            self.payload.write(local_tensor(self.parameter.detach()))
+        self.payload.is_fresh = False
+
     def owned_runs(self, weight: Weight) -> list[Run]:
         """The runs of a weight that this rank owns."""
         rank = self.bucket.mesh.rank
@@ -150,7 +156,7 @@ def weight_spec(weight: Weight, precision: Precision) -> WeightSpec:
         fqn=weight.fqn,
         units=num_tiles(weight.shape) if weight.is_fp8 else numel,
         numel=numel,
-        unit_bytes=precision.gradient.itemsize * (TILE_NUMEL if weight.is_fp8 else 1),
+        unit_bytes=precision.reduce.itemsize * (TILE_NUMEL if weight.is_fp8 else 1),
         num_ranks=weight.mesh.data_parallel.num_ranks,
         is_fp8=weight.is_fp8,
         group=(weight.mesh, weight.is_fp8, weight.trainable),

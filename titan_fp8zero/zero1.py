@@ -1,17 +1,16 @@
 """`shard_zero1`: registers main parameters, says when to reduce gradients and publish weights."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_fp8zero.agreement import check_agreement, describe_layouts
 from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
-from titan_fp8zero.bucket import Bucket, Precision, ReducedGradient
+from titan_fp8zero.bucket import Bucket, Precision
 from titan_fp8zero.checkpoint import use_weight_views
 from titan_fp8zero.clip import clip_grad_norm_, total_norm
 from titan_fp8zero.compute_weight import reader_class
@@ -26,6 +25,9 @@ from titan_fp8zero.main_parameter import (
     make_main_parameter,
     weight_spec,
 )
+from titan_fp8zero.publish import Publisher
+from titan_fp8zero.reduce import GradientReducer
+from titan_fp8zero.ring import GradientRing
 from titan_fp8zero.step import StepState
 
 logger = logging.getLogger("titan_fp8zero")
@@ -44,12 +46,11 @@ class Zero1:
         bucket_bytes: int,
         padding_limit: float,
         backwards_per_step: int,
+        overlap: bool,
     ) -> None:
-        self.backwards_per_step = backwards_per_step
         self.skipped_steps = 0
         """Steps that all ranks skipped because the gradient norm was not finite."""
         self._weights = weights
-        self._requires_gradient_sync = True
         self._optimizers: list[torch.optim.Optimizer] = []
         layouts = plan_buckets(
             [weight_spec(weight, precision) for weight in weights],
@@ -57,17 +58,20 @@ class Zero1:
             bucket_bytes=bucket_bytes,
             padding_limit=padding_limit,
         )
-        self._mains_of = dict(self._make_bucket(layout, precision) for layout in layouts)
-        # Backward meets the last modules first: their buckets are complete, and reduced, first.
-        self._reduce_order = [
-            bucket
-            for bucket, mains in reversed(self._mains_of.items())
-            if mains[0].parameter.requires_grad
-        ]
-        self._reset_backwards()
+        options = f"{precision}, backwards_per_step {backwards_per_step}, overlap {overlap}"
+        self._check_agreement([options, *describe_layouts(layouts)])
+        ring = GradientRing()
+        self._mains_of = dict(self._make_bucket(layout, precision, ring) for layout in layouts)
         self._step = StepState()
         self._bind_compute_weights(precision)
         self._refuse_copies(model)
+        self._reducer = GradientReducer(
+            self._mains_of,
+            backwards_per_step=backwards_per_step,
+            on_backward=self._before_backward,
+            on_reduced=self._take_gradients,
+        )
+        self._publisher = Publisher(model, self._mains_of, overlap=overlap)
         use_weight_views(weights)
         self.publish_all()
         model.register_load_state_dict_post_hook(lambda module, keys: self.publish_all())
@@ -87,13 +91,25 @@ class Zero1:
     def _mains(self) -> Iterable[MainParameter]:
         return (main for mains in self._mains_of.values() for main in mains)
 
+    def _check_agreement(self, lines: list[str]) -> None:
+        meshes = dict.fromkeys(
+            mesh
+            for weight in self._weights
+            for mesh in weight.mesh.data_parallel
+            if mesh is not None
+        )
+        for mesh in meshes:
+            check_agreement(mesh, lines)
+
     def _make_bucket(
-        self, layout: BucketLayout, precision: Precision
+        self, layout: BucketLayout, precision: Precision, ring: GradientRing
     ) -> tuple[Bucket, list[MainParameter]]:
         by_fqn = {weight.fqn: weight for weight in self._weights}
         first = by_fqn[layout.members[0].weight.fqn]
         device = local_tensor(first.parameter).device
-        bucket = Bucket(layout, first.mesh.data_parallel, precision=precision, device=device)
+        bucket = Bucket(
+            layout, first.mesh.data_parallel, precision=precision, ring=ring, device=device
+        )
         mains = []
         for main_layout in layout.mains:
             weights = [by_fqn[member.weight.fqn] for member in main_layout.members]
@@ -105,9 +121,6 @@ class Zero1:
             weight.compute = empty_compute_weight(weight, precision)
             for module, name in weight.readers:
                 module.__dict__.setdefault("_compute_weights", {})[name] = weight.compute
-            if weight.trainable:
-                on_gradient = functools.partial(self._on_gradient, weight)
-                weight.leaf.register_post_accumulate_grad_hook(on_gradient)
         for module in self._reader_modules():
             fp8_names = getattr(module, "fp8_weights", ())
             compute_weights = module.__dict__["_compute_weights"]
@@ -146,64 +159,14 @@ class Zero1:
 
         Switch it off for all micro-batches of a step but the last: gradients then add up locally.
         """
-        self._requires_gradient_sync = requires_gradient_sync
+        self._reducer.requires_gradient_sync = requires_gradient_sync
 
-    def drop_gradients(self) -> None:
-        """Forget gradients that were accumulated but not reduced, after a failed backward, say."""
-        for weight in self._weights:
-            weight.leaf.grad = None
-        for bucket in self._mains_of:
-            bucket.drop_gradient()
-        self._reset_backwards()
-
-    def _reset_backwards(self) -> None:
-        self._backwards_seen = 0
-        self._unreduced_backwards = 0
-        self._graph_task: int | None = None
-        self._used_locally: set[Weight] = set()
-
-    @torch.no_grad()
-    def _on_gradient(self, weight: Weight, leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None
-        gradient = weight.mesh.local_gradient(leaf.grad)
-        leaf.grad = None
-        if gradient.layout != torch.strided:
-            raise RuntimeError(f"{weight.fqn} has a sparse gradient: only dense ones are reduced")
-        self._enter_backward()
-        weight.main.bucket.accumulate(weight.main.layout, weight.member, weight.to_units(gradient))
-        self._used_locally.add(weight)
-        if self._reduces_now:
-            self._awaited[weight.main.bucket].discard(weight)
-            self._start_ready_reductions()
-
-    def _enter_backward(self) -> None:
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task == self._graph_task:
-            return
-        if self._graph_task is not None:
-            raise RuntimeError(
-                "the backward before this one failed and left gradients behind: call "
-                "optimizer.zero_grad() before the next backward. (If none failed: reentrant "
-                "activation checkpointing does not work, use use_reentrant=False.)"
-            )
+    def _before_backward(self) -> None:
         if not self._optimizers:
             raise RuntimeError(
                 "no optimizer is attached, its updates would never be published: "
                 "call zero1.attach(optimizer) before training"
             )
-        self._check_requires_grad()
-        self._graph_task = graph_task
-        self._reduces_now = (
-            self._requires_gradient_sync and self._backwards_seen == self.backwards_per_step - 1
-        )
-        self._awaited = {
-            bucket: {weight for main in self._mains_of[bucket] for weight in main.weights}
-            for bucket in self._reduce_order
-        }
-        self._to_reduce = list(reversed(self._reduce_order))
-        Variable._execution_engine.queue_callback(self._leave_backward)
-
-    def _check_requires_grad(self) -> None:
         changed = [
             weight.fqn
             for weight in self._weights
@@ -215,45 +178,11 @@ class Zero1:
                 "unfreeze parameters before"
             )
 
-    def _start_ready_reductions(self) -> None:
-        # One fixed order on all ranks, whatever order buckets complete in: collectives that are
-        # started in different orders deadlock.
-        while self._to_reduce and not self._awaited[self._to_reduce[-1]]:
-            self._to_reduce.pop().start_reduce()
-
-    @torch.no_grad()
-    def _leave_backward(self) -> None:
-        self._graph_task = None
-        if self._requires_gradient_sync:
-            self._backwards_seen += 1
-        if not self._reduces_now:
-            self._unreduced_backwards += 1
-            return
-        while self._to_reduce:  # buckets with a weight that this rank did not use
-            self._to_reduce.pop().start_reduce()
+    def _take_gradients(self, used: set[Weight]) -> None:
         if self._step.stepped:
             self._step = StepState()
         self._step.is_norm_agreed = False
-        for bucket in self._reduce_order:
-            self._assign_gradients(bucket, bucket.finish_reduce())
-        self._reset_backwards()
-
-    def _assign_gradients(self, bucket: Bucket, reduced: ReducedGradient) -> None:
-        for main in self._mains_of[bucket]:
-            used = [weight for weight in main.weights if self._is_used(weight, reduced)]
-            if not used:
-                continue
-            self._step.used.update(used)
-            local = main.local(reduced.units).to(main.parameter.dtype)
-            gradient = main.weights[0].mesh.main_tensor(local)
-            if main.parameter.grad is None:
-                main.parameter.grad = gradient
-            else:
-                main.parameter.grad += gradient
-
-    def _is_used(self, weight: Weight, reduced: ReducedGradient) -> bool:
-        # What this rank used need not be asked: that spares the wait for the device.
-        return weight in self._used_locally or reduced.is_used_by_any_rank(weight.member)
+        self._step.used |= used
 
     # The optimizer step: skip or update, then publish.
 
@@ -279,7 +208,7 @@ class Zero1:
         zero_grad = optimizer.zero_grad
 
         def drop_and_zero_grad(set_to_none: bool = True) -> None:
-            self.drop_gradients()
+            self._reducer.drop_gradients()
             if hasattr(optimizer, "clip_factor"):
                 optimizer.clip_factor = None
             zero_grad(set_to_none)
@@ -347,29 +276,14 @@ class Zero1:
     @torch.no_grad()
     def _decide_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip the step or let it go on; raises if gradients are not complete."""
-        if self._graph_task is not None or self._unreduced_backwards:
-            raise RuntimeError(self._describe_incomplete())
+        self._reducer.check_complete()
+        self._publisher.wait()  # updates write the payloads
         if optimizer in self._step.stepped:
             self._step = StepState()
         if not self._step.is_norm_agreed:
             self.agree_on_norm(total_norm(self.gradients))
         if not self._step.is_skipped:
             self._step.keep_unused_weights(optimizer)
-
-    def _describe_incomplete(self) -> str:
-        if self._graph_task is not None:
-            return "optimizer.step() after a backward that failed: call optimizer.zero_grad() first"
-        if not self._backwards_seen:
-            return (
-                f"optimizer.step() after {self._unreduced_backwards} backward passes under "
-                "set_requires_gradient_sync(False), which were accumulated but not reduced. "
-                "Switch it on before the last backward of a step."
-            )
-        return (
-            f"optimizer.step() after {self._backwards_seen} of {self.backwards_per_step} "
-            "backward passes: finish the step's micro-batches, or call optimizer.zero_grad() to "
-            "drop them"
-        )
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -383,32 +297,25 @@ class Zero1:
             return
         if self._step.restore_unused_weights():
             self._mark_payloads_stale()
-        self._publish(self._reduce_order)
+        self._publisher.publish(
+            bucket for bucket, mains in self._mains_of.items() if mains[0].parameter.requires_grad
+        )
 
     # Publish.
 
     def publish_all(self) -> None:
         """Quantize and publish every main parameter, after a change from outside (a load, say)."""
+        self._publisher.wait()
         self._mark_payloads_stale()
-        self._publish(list(self._mains_of))
+        self._publisher.publish(self._mains_of)
+
+    def wait_for_publish(self) -> None:
+        """Wait until every compute weight is fresh, before they are read outside of a forward."""
+        self._publisher.wait()
 
     def _mark_payloads_stale(self) -> None:
         for main in self._mains():
             main.payload.is_fresh = False
-
-    @torch.no_grad()
-    def _publish(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            for main in self._mains_of[bucket]:
-                if not main.payload.is_fresh:
-                    main.payload.write(local_tensor(main.parameter.detach()))
-                main.payload.is_fresh = False
-            bucket.start_publish()
-        for bucket in buckets:
-            gathered = bucket.finish_publish()
-            for main in self._mains_of[bucket]:
-                for weight in main.weights:
-                    weight.write_compute(*gathered.member(main.layout, weight.member))
 
 
 def shard_zero1(
@@ -418,12 +325,14 @@ def shard_zero1(
     expert_mesh: DeviceMesh | None = None,
     strategy: Strategy = "block",
     compute_dtype: torch.dtype = torch.bfloat16,
-    gradient_dtype: torch.dtype = torch.float32,
+    accumulate_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
     scale_format: ScaleFormat = "fp32",
     round_main_to_bf16: bool = False,
     bucket_bytes: int = 512 << 20,
     padding_limit: float = float("inf"),
     backwards_per_step: int = 1,
+    overlap: bool = True,
 ) -> Zero1:
     """Shard a model's parameters over a data-parallel mesh, ZeRO-1 at tile granularity.
 
@@ -441,16 +350,23 @@ def shard_zero1(
         strategy: "block" shares out tiles, "param" whole weights; the results are the same bits.
         compute_dtype: bf16 or fp32, of high-precision compute weights and FP8 weights' gradients;
             the caller gives inputs in it.
-        gradient_dtype: of gradient accumulation and reduction.
+        accumulate_dtype: bf16 or fp32, of gradient buffers, into which micro-batches add up.
+        reduce_dtype: bf16 or fp32, of gradients on the wire, in which ranks add up.
         scale_format: "fp32", or "ue8m0": powers of two.
         round_main_to_bf16: round main parameters to bf16 before quantizing.
         bucket_bytes: largest gradient payload of one reduce-scatter.
         padding_limit: share of a bucket above which small parameters are pooled; inf pools nothing.
         backwards_per_step: backward passes that make up an optimizer step; the last one reduces.
+        overlap: let the next forward wait for what a step publishes, block by block; else the step
+            waits. The results are the same bits. Compile blocks before, not after `shard_zero1`.
 
     Raises ValueError or TypeError that names the parameter or argument, and what was expected.
     """
-    for name, dtype in (("compute_dtype", compute_dtype), ("gradient_dtype", gradient_dtype)):
+    for name, dtype in (
+        ("compute_dtype", compute_dtype),
+        ("accumulate_dtype", accumulate_dtype),
+        ("reduce_dtype", reduce_dtype),
+    ):
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"{name} must be torch.bfloat16 or torch.float32, got {dtype}")
     if scale_format not in SCALE_FORMATS:
@@ -467,9 +383,10 @@ def shard_zero1(
     return Zero1(
         model,
         weights,
-        Precision(compute_dtype, gradient_dtype, scale_format, round_main_to_bf16),
+        Precision(compute_dtype, accumulate_dtype, reduce_dtype, scale_format, round_main_to_bf16),
         strategy=strategy,
         bucket_bytes=bucket_bytes,
         padding_limit=padding_limit,
         backwards_per_step=backwards_per_step,
+        overlap=overlap,
     )

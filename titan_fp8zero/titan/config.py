@@ -40,6 +40,22 @@ class BlockwiseFP8:
     padding_limit: float = 0.02
     """Small parameters are pooled where padding would pass this share of a bucket; inf: never."""
 
+    overlap: bool = True
+    """Hide all-gathers behind the next forward; false: the step waits for them. Same bits."""
+
+    accumulation: Literal["full", "every_microbatch"] = "full"
+    """Of gradients over micro-batches: "full" adds them up locally and reduces once a step,
+    "every_microbatch" reduces each, and holds a buffer only for a few buckets."""
+
+    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the gradient buffers."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of gradients on the wire."""
+
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the optimizer's moments; bfloat16 needs [optimizer] name = "BlockwiseAdamW"."""
+
     def __post_init__(self) -> None:
         """Raises ValueError that names the key: TorchTitan checks only the command line's types."""
         if isinstance(self.fqns, str) or not all(isinstance(fqn, str) for fqn in self.fqns):

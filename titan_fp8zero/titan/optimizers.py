@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn as nn
 import torchtitan.components.optimizer as stock_optimizer
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -82,12 +83,14 @@ def _shard(model_part: nn.Module, sharding: Sharding) -> None:
         expert_mesh=sharding.expert_mesh,
         strategy=options.strategy,
         compute_dtype=sharding.compute_dtype,
-        gradient_dtype=sharding.gradient_dtype,
+        accumulate_dtype=TORCH_DTYPE_MAP[options.accumulate_dtype],
+        reduce_dtype=TORCH_DTYPE_MAP[options.reduce_dtype],
         scale_format=options.scale_format,
         round_main_to_bf16=options.main_round == "bf16",
         bucket_bytes=options.bucket_mib << 20,
         padding_limit=options.padding_limit,
         backwards_per_step=sharding.backwards_per_step,
+        overlap=options.overlap,
     )
     for layout in zero1.layouts:
         kind = "tiles" if layout.is_fp8 else "elements"

@@ -37,7 +37,6 @@ class Sharding:
     mesh: DeviceMesh | None
     expert_mesh: DeviceMesh | None
     compute_dtype: torch.dtype
-    gradient_dtype: torch.dtype
     backwards_per_step: int
 
 
@@ -77,11 +76,15 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
             raise RuntimeError(
                 f"{stock.__name__} did not call apply_fsdp: its ranks would train apart"
             )
+        options = options_of(job_config)
         sharding = Sharding(
-            options=options_of(job_config),
+            options=options,
             compute_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-            gradient_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
-            backwards_per_step=_backwards_per_step(job_config, parallel_dims),
+            backwards_per_step=(
+                1
+                if options.accumulation == "every_microbatch"
+                else _backwards_per_step(job_config, parallel_dims)
+            ),
             **meshes,
         )
         model.__dict__["_zero1_sharding"] = sharding

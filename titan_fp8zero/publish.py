@@ -1,0 +1,133 @@
+"""Publishing: which all-gathers run when, and who waits for them.
+
+A step starts the all-gathers of the first buckets in forward order. Forward waits for a bucket
+before the first block that reads it, unfolds it, and starts the next one: communication hides
+behind the blocks before, and only a few gathered payloads exist at a time.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch._dynamo import OptimizedModule
+
+from titan_fp8zero.bucket import Bucket
+from titan_fp8zero.main_parameter import MainParameter
+
+IN_FLIGHT = 2
+"""All-gathers under way at a time."""
+
+
+class Publisher:
+    """Publishes the buckets of a model.
+
+    Every rank starts and ends the all-gathers in the order that `publish` was given, whichever
+    bucket it needs first: ranks whose forward skips a block (an unused expert) stay in step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mains_of: dict[Bucket, list[MainParameter]],
+        *,
+        overlap: bool,
+    ) -> None:
+        self._mains_of = mains_of
+        self._overlap = overlap
+        self._to_start: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
+        if overlap:
+            self._wait_before_readers(model)
+
+    def publish(self, buckets: Iterable[Bucket]) -> None:
+        """Quantize or cast what the optimizer has not yet, and start the all-gathers."""
+        self.wait()
+        for bucket in buckets:
+            for main in self._mains_of[bucket]:
+                main.refresh_payload()
+            self._to_start.append(bucket)
+            self._start_next()
+        if not self._overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until every compute weight is fresh."""
+        while self._in_flight:
+            self._finish_next()
+
+    def _wait_for(self, buckets: Iterable[Bucket]) -> None:
+        if self._in_flight:
+            for bucket in buckets:
+                while bucket in self._in_flight or bucket in self._to_start:
+                    self._finish_next()
+
+    def _start_next(self) -> None:
+        if self._to_start and len(self._in_flight) < IN_FLIGHT:
+            bucket = self._to_start.pop(0)
+            bucket.start_publish()
+            self._in_flight.append(bucket)
+
+    @torch.no_grad()
+    def _finish_next(self) -> None:
+        bucket = self._in_flight.pop(0)
+        gathered = bucket.finish_publish()
+        self._start_next()
+        for main in self._mains_of[bucket]:
+            for weight in main.weights:
+                weight.write_compute(*gathered.member(main.layout, weight.member))
+
+    def _wait_before_readers(self, model: nn.Module) -> None:
+        readers: dict[nn.Module, dict[Bucket, None]] = {}
+        for bucket, mains in self._mains_of.items():
+            for main in mains:
+                for weight in main.weights:
+                    for module, _ in weight.readers:
+                        readers.setdefault(module, {})[bucket] = None
+        blocks: dict[nn.Module, dict[Bucket, None]] = {}
+        for module, block in _blocks_of(model, readers).items():
+            blocks.setdefault(block, {}).update(readers[module])
+        for block, buckets in blocks.items():
+            block.register_forward_pre_hook(self._waiting_hook(tuple(buckets)))
+
+    def _waiting_hook(self, buckets: tuple[Bucket, ...]) -> Callable[..., None]:
+        # Inside a compiled region it would be traced, and never run again: then it breaks the
+        # graph instead, which is slow but right. Compile first, and it stays outside.
+        @torch.compiler.disable(reason="compile the model before shard_zero1, or overlap=False")
+        def wait(module: nn.Module, args: Any) -> None:
+            self._wait_for(buckets)
+
+        return wait
+
+
+def _blocks_of(model: nn.Module, readers: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The block of each reader: the outermost module below the root that has a forward.
+
+    Not the reader itself: a module may read its children's weights without calling them. The root
+    where it is compiled as a whole, or a block in place: its children's hooks would be traced.
+    """
+    wanted, found = set(readers), {}
+
+    def visit(module: nn.Module, block: nn.Module | None) -> None:
+        if module in wanted and module not in found:
+            found[module] = block or model
+        for child in module.children():
+            visit(child, block or _as_block(child, model))
+
+    visit(model, model if _is_compiled(model) or _is_compiled_in_place(model) else None)
+    return found
+
+
+def _as_block(module: nn.Module, model: nn.Module) -> nn.Module | None:
+    if _is_compiled_in_place(module):
+        return model
+    has_forward = type(module).forward is not nn.Module.forward
+    return module if has_forward else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule)
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None
