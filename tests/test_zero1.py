@@ -416,6 +416,7 @@ def measure_memory(layers: int) -> dict[str, float]:
         compute_dtype=torch.bfloat16,
         bucket_bytes=4 * dim * dim,
     )
+    zero1.wait_for_publish()
     measured = {"sharded": (live_bytes() - before) / numel}
     x = torch.randn(2, dim, dtype=torch.bfloat16)
     for _ in range(2):
