@@ -332,7 +332,7 @@ def shard_zero1(
     bucket_bytes: int = 512 << 20,
     padding_limit: float = float("inf"),
     backwards_per_step: int = 1,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> Zero1:
     """Shard a model's parameters over a data-parallel mesh, ZeRO-1 at tile granularity.
 
@@ -358,7 +358,8 @@ def shard_zero1(
         padding_limit: share of a bucket above which small parameters are pooled; inf pools nothing.
         backwards_per_step: backward passes that make up an optimizer step; the last one reduces.
         overlap: let the next forward wait for what a step publishes, block by block; else the step
-            waits. The results are the same bits. Compile blocks before, not after `shard_zero1`.
+            waits. The results are the same bits. What is compiled must be compiled before
+            `shard_zero1`, and be the model itself or modules inside of it: else graphs break.
 
     Raises ValueError or TypeError that names the parameter or argument, and what was expected.
     """
