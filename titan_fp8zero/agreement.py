@@ -42,12 +42,12 @@ def describe_layouts(layouts: Iterable[BucketLayout]) -> list[str]:
     """A line a bucket, and a line a weight in it: what must be the same on all ranks."""
     lines = []
     for number, layout in enumerate(layouts):
-        kind = "FP8" if layout.is_fp8 else "high-precision"
-        lines.append(f"{kind} bucket {number} of {layout.units_per_rank} units a rank")
         lines += [
             f"{member.weight.fqn} of {member.weight.units} units at {main.local_start}+"
             f"{member.start} in bucket {number}"
             for main in layout.mains
             for member in main.members
         ]
+        kind = "FP8" if layout.is_fp8 else "high-precision"
+        lines.append(f"{kind} bucket {number} of {layout.units_per_rank} units a rank")
     return lines

@@ -58,8 +58,16 @@ class Zero1:
             bucket_bytes=bucket_bytes,
             padding_limit=padding_limit,
         )
-        options = f"{precision}, backwards_per_step {backwards_per_step}, overlap {overlap}"
-        self._check_agreement([options, *describe_layouts(layouts)])
+        options = {
+            **precision._asdict(),
+            "strategy": strategy,
+            "bucket_bytes": bucket_bytes,
+            "padding_limit": padding_limit,
+            "backwards_per_step": backwards_per_step,
+            "overlap": overlap,
+        }
+        described = [f"{name} = {value}" for name, value in options.items()]
+        self._check_agreement([*described, *describe_layouts(layouts)])
         ring = GradientRing()
         self._mains_of = dict(self._make_bucket(layout, precision, ring) for layout in layouts)
         self._step = StepState()
