@@ -219,6 +219,29 @@ def test_clipping_leaves_gradients_and_is_used_once():
     assert optimizer.clip_factor is None
 
 
+def test_bf16_moments_are_rounded_after_each_update():
+    model, _, optimizer = build(BlockwiseAdamW, lr=1e-2, moment_dtype=torch.bfloat16)
+    parameter = model.weights["plain"].weight
+    expected = torch.optim.AdamW([parameter.detach().clone().requires_grad_()], lr=1e-2)
+    (other,) = expected.param_groups[0]["params"]
+    for step in range(3):
+        model(exact_gradients(SHAPES, step, range(12))).backward()
+        other.grad = parameter.grad.clone()
+        for built in (optimizer, expected):
+            built.step()
+        for name in ("exp_avg", "exp_avg_sq"):
+            rounded = expected.state[other][name].bfloat16()
+            assert torch.equal(optimizer.state[parameter][name], rounded)
+            expected.state[other][name] = rounded.float()
+        assert torch.equal(parameter, other)
+        optimizer.zero_grad()
+    _, _, loaded = build(BlockwiseAdamW, lr=1e-2, moment_dtype=torch.bfloat16)
+    loaded.load_state_dict(optimizer.state_dict())
+    for before, after in zip(optimizer.state.values(), loaded.state.values(), strict=True):
+        assert after["exp_avg"].dtype == torch.bfloat16
+        assert torch.equal(before["exp_avg"], after["exp_avg"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -228,6 +251,7 @@ def test_clipping_leaves_gradients_and_is_used_once():
         ({"capturable": True}, "capturable"),
         ({"lr": torch.tensor(1e-3)}, "lr as a float"),
         ({"lr": -1.0}, "learning rate"),
+        ({"moment_dtype": torch.float16}, "moment_dtype"),
         ({"betas": (1.0, 0.9)}, "beta"),
         ({"foreach": True, "fused": True}, "foreach"),
     ],

@@ -48,28 +48,35 @@ COMPILE = ["--compile.enable"]
 FULL_AC = ["--activation_checkpoint.mode", "full"]
 SELECTIVE_AC = ["--activation_checkpoint.mode", "selective"]
 ACCUMULATE_2 = ["--training.global_batch_size", "8"]
+EVERY_MICROBATCH = [*CUSTOM_CONFIG, "--blockwise_fp8.accumulation", "every_microbatch"]
 HSDP = [
     *("--parallelism.data_parallel_replicate_degree", "2"),
     *("--parallelism.data_parallel_shard_degree", "2"),
 ]
+TP_2 = ["--parallelism.tensor_parallel_degree", "2"]
+PP_2 = ["--parallelism.pipeline_parallel_degree", "2"]
+INTERLEAVED = ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
 
 EQUAL_TO_STOCK = {
     2: {
         "llama3": ("llama3",),
-        "llama3_ac": ("llama3", *FULL_AC),
-        "llama3_selective_ac": ("llama3", *SELECTIVE_AC),
-        "llama3_accumulate": ("llama3", *ACCUMULATE_2),
-        "llama3_compile": ("llama3", *COMPILE),
+        "llama3_accumulate_ac": ("llama3", *ACCUMULATE_2, *FULL_AC),
+        "llama3_compile_selective_ac": ("llama3", *COMPILE, *SELECTIVE_AC),
         "qwen3": ("qwen3",),
         "deepseek_v3_ep1": ("deepseek_v3", *expert_parallel(1)),
-        "deepseek_v3_ep2": ("deepseek_v3", *expert_parallel(2)),
-        "deepseek_v3_ep2_ac": ("deepseek_v3", *expert_parallel(2), *FULL_AC),
-        "deepseek_v3_ep2_accumulate": ("deepseek_v3", *expert_parallel(2), *ACCUMULATE_2),
+        "deepseek_v3_ep2_accumulate_ac": (
+            "deepseek_v3",
+            *(*expert_parallel(2), *ACCUMULATE_2, *EVERY_MICROBATCH, *FULL_AC),
+        ),
         "deepseek_v3_ep2_compile": ("deepseek_v3", *expert_parallel(2), *COMPILE),
     },
     4: {
         "deepseek_v3_ep2_efsdp2": ("deepseek_v3", *expert_parallel(2)),
         "llama3_hsdp": ("llama3", *HSDP),
+        "llama3_tp2_dp2": ("llama3", *TP_2),
+        "deepseek_v3_tp2_ep2": ("deepseek_v3", *TP_2, *expert_parallel(2)),
+        "llama3_pp2_dp2": ("llama3", *PP_2),
+        "deepseek_v3_pp2_ep2": ("deepseek_v3", *PP_2, *INTERLEAVED, *expert_parallel(2)),
     },
 }
 
@@ -77,6 +84,7 @@ FP8_RUNS = {
     "fp8": [],
     "fp8_param": ["--blockwise_fp8.strategy", "param"],
     "fp8_small_buckets": ["--blockwise_fp8.bucket_mib", "1"],
+    "fp8_no_overlap": ["--blockwise_fp8.bucket_mib", "2", "--blockwise_fp8.no-overlap"],
     "fp8_adamw": ADAMW,
     "fp8_wgrad": ["--blockwise_fp8.wgrad", "fp8"],
     "fp8_compile": COMPILE,
@@ -155,7 +163,7 @@ def test_initial_weights_equal_the_stock_runs_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_ac"])
+@pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_no_overlap", "fp8_ac"])
 def test_fp8_losses_equal_to_the_bit(name: str) -> None:
     assert results(2)[name]["losses"] == results(2)["fp8"]["losses"]
 

@@ -213,6 +213,41 @@ def test_same_bits_with_bf16_gradients():
     assert_same(trained, everything(model, optimizer))
 
 
+def reduce_in(accumulate_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of a weight whose two micro-batches, on two ranks, are thirds of integers."""
+    model = GivenGradients({"plain": (128, 128)})
+    shard(
+        model,
+        world_mesh(),
+        accumulate_dtype=accumulate_dtype,
+        reduce_dtype=reduce_dtype,
+        backwards_per_step=2,
+    )
+    for micro in range(2):
+        model({"plain": thirds(dist.get_rank(), micro)}).backward()
+    return model.weights["plain"].weight.grad.full_tensor()[0]
+
+
+def thirds(rank: int, micro: int) -> torch.Tensor:
+    return torch.arange(128 * 128).view(128, 128).add(rank * 7 + micro * 3) / 3
+
+
+def reduce_in_all_dtypes() -> dict[tuple[torch.dtype, torch.dtype], torch.Tensor]:
+    dtypes = (torch.float32, torch.bfloat16)
+    return {(a, r): reduce_in(a, r) for a in dtypes for r in dtypes}
+
+
+def test_gradients_add_up_in_the_dtypes_asked_for():
+    for (accumulate, reduce), reduced in run_ranks(reduce_in_all_dtypes, 2)[0].items():
+        of_rank = []
+        for rank in range(2):
+            total = torch.zeros(128, 128, dtype=accumulate)
+            for micro in range(2):
+                total += thirds(rank, micro)
+            of_rank.append(total.to(reduce))
+        assert torch.equal(reduced, (of_rank[0] + of_rank[1]).float()), (accumulate, reduce)
+
+
 def train_hsdp() -> list[Snapshot]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     trained = []

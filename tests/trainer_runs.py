@@ -48,6 +48,7 @@ def run(name: str, args: list[str], dump_folder: Path, poison_step: int = 0) -> 
     else:
         trainer.train()
     trainer.close()
+    dist.barrier()  # under pipeline parallelism another rank writes the metrics
     if dist.get_rank() == 0:
         lines = (dump_folder / name / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line) for line in lines]
@@ -65,7 +66,8 @@ def initial_weights(trainer: Any) -> dict[str, str]:
     """Hashes of the whole weights, in their own shapes, by FQN."""
     zero1s = getattr(trainer.optimizers, "zero1s", [])
     if zero1s:
-        whole = {w.fqn: whole_weight(w) for zero1 in zero1s for w in zero1._weights}
+        weights = [weight for zero1 in zero1s for weight in zero1._weights]
+        whole = {w.fqn: whole_weight(w) for w in weights if not w.mesh.model_parallel}
     else:
         named = trainer.model_parts[0].named_parameters()
         whole = {

@@ -8,6 +8,8 @@ from torch.optim.adamw import adamw
 
 from titan_fp8zero.main_parameter import local_tensor, main_of
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class BlockwiseAdamW(torch.optim.AdamW):
     """AdamW (arXiv:1711.05101) on main parameters, with the result and the state of torch's.
@@ -16,11 +18,24 @@ class BlockwiseAdamW(torch.optim.AdamW):
     publishes, so that publishing starts with the all-gather. Gradients are clipped inside the
     update: `clip_grad_norm_` leaves them as they are and hands the factor over.
 
-    Takes the arguments of `torch.optim.AdamW`; `amsgrad`, `maximize`, `differentiable`,
-    `capturable` and a tensor as `lr` raise ValueError.
+    Takes the arguments of `torch.optim.AdamW`, and `moment_dtype`: fp32, or bf16, to which moments
+    are then rounded after each update, which itself is in fp32. `amsgrad`, `maximize`,
+    `differentiable`, `capturable` and a tensor as `lr` raise ValueError.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        moment_dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> None:
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"moment_dtype must be torch.float32 or torch.bfloat16, got {moment_dtype}"
+            )
+        self._moment_dtype = moment_dtype
         super().__init__(params, lr=lr, **kwargs)
         self.clip_factor: torch.Tensor | None = None
         """0-dim: what the next step multiplies gradients by."""
@@ -35,6 +50,10 @@ class BlockwiseAdamW(torch.optim.AdamW):
         for group in state_dict["param_groups"]:
             _refuse_unsupported(group)
         super().load_state_dict(state_dict)
+        for state in self.state.values():  # torch casts to the parameter's dtype
+            for name in MOMENTS:
+                if name in state:
+                    state[name] = state[name].to(self._moment_dtype)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -58,11 +77,13 @@ class BlockwiseAdamW(torch.optim.AdamW):
             gradient = gradient * self.clip_factor
         local = local_tensor(parameter.detach())
         beta1, beta2 = group["betas"]
+        moments = [local_tensor(state[name]) for name in MOMENTS]
+        exp_avg, exp_avg_sq = (moment.to(local.dtype) for moment in moments)
         adamw(
             [local],
             [gradient],
-            [local_tensor(state["exp_avg"])],
-            [local_tensor(state["exp_avg_sq"])],
+            [exp_avg],
+            [exp_avg_sq],
             [],
             [state["step"]],
             foreach=group["foreach"],
@@ -75,6 +96,8 @@ class BlockwiseAdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        if self._moment_dtype != local.dtype:
+            torch._foreach_copy_(moments, [exp_avg, exp_avg_sq])
         main = main_of(parameter)
         if main is not None:
             main.payload.write(local)
@@ -85,8 +108,10 @@ class BlockwiseAdamW(torch.optim.AdamW):
             # The fused kernel counts steps on the device, the others on the host, as in torch.
             device = local_tensor(parameter).device if group["fused"] else None
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(
+                    parameter, dtype=self._moment_dtype, requires_grad=False
+                )
         return state
 
 

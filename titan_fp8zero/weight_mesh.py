@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from titan_fp8zero.blocks import BLOCK
 from titan_fp8zero.bucket import DataParallelMesh
 from titan_fp8zero.placement import BlockShard
 
@@ -45,6 +46,15 @@ class WeightMesh:
             return gradient
         placements = [placement for _, placement in self.model_parallel]
         return gradient.redistribute(placements=placements).to_local()
+
+    def cuts_blocks(self, local_shape: tuple[int, ...]) -> bool:
+        """Whether model parallelism cuts a weight inside of blocks."""
+        return any(
+            isinstance(placement, Shard)
+            and placement.dim >= len(local_shape) - 2
+            and local_shape[placement.dim] % BLOCK != 0
+            for _, placement in self.model_parallel
+        )
 
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local weight that one model-parallel rank holds whole."""

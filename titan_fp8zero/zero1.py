@@ -96,6 +96,15 @@ class Zero1:
         """The registered main parameters, frozen ones too."""
         return [main.parameter for main in self._mains()]
 
+    def weights_with_local_blocks(self) -> list[str]:
+        """FQNs of FP8 weights whose blocks depend on the tensor-parallel mesh: their shards are no
+        whole number of blocks."""
+        return [
+            weight.fqn
+            for weight in self._weights
+            if weight.is_fp8 and weight.mesh.cuts_blocks(weight.shape)
+        ]
+
     def _mains(self) -> Iterable[MainParameter]:
         return (main for mains in self._mains_of.values() for main in mains)
 

@@ -34,16 +34,19 @@ def build_optimizers_with(stock: Callable[..., OptimizersContainer]) -> Callable
         ft_manager: Any = None,
     ) -> OptimizersContainer:
         container: type[OptimizersContainer] = OptimizersContainer
+        moment_dtype = "float32"
         for part in model_parts:
             sharding = sharding_of(part)
             if sharding is not None:
                 _shard(part, sharding)
                 container = MainParameterOptimizers
+                moment_dtype = sharding.options.moment_dtype
+        build_container = functools.partial(_build_container, moment_dtype)
         with (
-            swapped((stock_optimizer,), "build_optimizers", _build_container),
+            swapped((stock_optimizer,), "build_optimizers", build_container),
             swapped((stock_optimizer,), "OptimizersContainer", container),
         ):
-            build = _build_container if stock is _stock_build_optimizers else stock
+            build = build_container if stock is _stock_build_optimizers else stock
             return build(model_parts, optimizer_config, parallel_dims, ft_manager)
 
     return build_optimizers
@@ -53,6 +56,7 @@ _stock_build_optimizers = stock_optimizer.build_optimizers
 
 
 def _build_container(
+    moment_dtype: str,
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
@@ -60,6 +64,11 @@ def _build_container(
 ) -> OptimizersContainer:
     """TorchTitan's `build_optimizers`, which knows BlockwiseAdamW besides its own."""
     if optimizer_config.name != "BlockwiseAdamW":
+        if moment_dtype != "float32":
+            raise ValueError(
+                f'[blockwise_fp8] moment_dtype = "{moment_dtype}" needs [optimizer] name = '
+                f'"BlockwiseAdamW", got "{optimizer_config.name}"'
+            )
         return _stock_build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
     return stock_optimizer.OptimizersContainer(
         model_parts,
@@ -69,6 +78,7 @@ def _build_container(
             "betas": (optimizer_config.beta1, optimizer_config.beta2),
             "eps": optimizer_config.eps,
             "weight_decay": optimizer_config.weight_decay,
+            "moment_dtype": TORCH_DTYPE_MAP[moment_dtype],
             "fused": optimizer_config.implementation == "fused",
             "foreach": optimizer_config.implementation == "foreach",
         },
@@ -98,4 +108,9 @@ def _shard(model_part: nn.Module, sharding: Sharding) -> None:
             f"ZeRO-1 bucket of {len(layout.members)} parameters over {layout.num_ranks} ranks: "
             f"{layout.real_units:,} {kind}, {layout.padding_units:,} of padding, "
             f"{layout.real_numel:,} real elements"
+        )
+    if uncut := zero1.weights_with_local_blocks():
+        logger.info(
+            f"Blocks of {len(uncut)} weights are those of tensor-parallel shards that are no whole "
+            f"number of blocks, not those of the whole weight: {', '.join(uncut)}"
         )
