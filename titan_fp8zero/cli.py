@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from titan_fp8zero.compare import compare, print_comparison
-from titan_fp8zero.job import BadInput, load_job
+from titan_fp8zero.job import BadInput, load_job, load_planned_job
+from titan_fp8zero.layout import STRATEGIES
 from titan_fp8zero.spawn import RanksFailed
 
 
@@ -101,6 +103,57 @@ def _compare(args: argparse.Namespace) -> None:
     print(f"written to {args.out}: compare.md, compare.json, compare.png")
 
 
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="lay a config out on a mesh of any size, without GPUs: tiles, bytes, estimated times",
+        description="Lays a TorchTitan config out as training would, without running it: who owns "
+        "which tiles, what each rank holds, and what a step sends, beside three other schemes.",
+        epilog="All other options go to TorchTitan and override the config, for example "
+        "--parallelism.pipeline_parallel_degree 8.",
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the TOML config")
+    parser.add_argument(
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="ranks (default: the product of the config's degrees)",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=(*STRATEGIES, "both"),
+        help="of which strategy to show the layout (default: the config's)",
+    )
+    parser.add_argument(
+        "--network-gbps",
+        type=_positive_number,
+        metavar="X",
+        default=50.0,
+        help="GB/s (10^9 bytes a second) that a rank sends, while it receives as much, for the "
+        "estimated times (default: %(default)g, a 400 Gbit/s link a rank)",
+    )
+    parser.add_argument(
+        "--memory-gbps",
+        type=_positive_number,
+        metavar="X",
+        default=4000.0,
+        help="GB/s that a rank's memory reads and writes together (default: %(default)g)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole plan as JSON")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw who owns which tiles")
+    parser.set_defaults(run=_plan, takes_overrides=True)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    job = load_planned_job(args.config, args.overrides, args.world_size)
+
+    from titan_fp8zero.titan.planner.command import run_plan  # imports TorchTitan
+
+    bandwidths = (args.network_gbps, args.memory_gbps)
+    run_plan(job, args.strategy, bandwidths, json_file=args.json, image=args.png)
+
+
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs, or 2 on a CPU)"
@@ -114,7 +167,17 @@ def _positive(text: str) -> int:
     return number
 
 
-COMMANDS = (_add_train, _add_compare)
+def _positive_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+COMMANDS = (_add_train, _add_compare, _add_plan)
 
 if __name__ == "__main__":
     sys.exit(main())

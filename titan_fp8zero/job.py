@@ -4,6 +4,8 @@ checked before any rank is started."""
 import logging
 import math
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +76,29 @@ def load_job(config_file: Path, overrides: list[str], nproc: int | None) -> Job:
     config = _parse(config_file, overrides)
     job = Job(config_file, overrides, config, _number_of_ranks() if nproc is None else nproc)
     _check_devices(job)
-    _check_mesh(job)
+    _check_mesh(job, "--nproc")
     return job
+
+
+def load_planned_job(config_file: Path, overrides: list[str], world_size: int | None) -> Job:
+    """As `load_job`, for any number of ranks: they need not fit this machine.
+
+    Without `world_size` the config's degrees say how many ranks there are; BadInput if they do not.
+    """
+    config = _parse(config_file, overrides)
+    job = Job(config_file, overrides, config, world_size or _planned_ranks(config))
+    _check_mesh(job, "--world-size")
+    return job
+
+
+def _planned_ranks(config: Any) -> int:
+    degrees = _degrees(config).values()
+    if -1 in degrees:
+        raise BadInput(
+            "[parallelism] data_parallel_shard_degree = -1 takes all ranks that there are: say how "
+            "many with --world-size, or set the degree"
+        )
+    return math.prod(degrees)
 
 
 def _parse(config_file: Path, overrides: list[str]) -> Any:
@@ -88,11 +111,19 @@ def _parse(config_file: Path, overrides: list[str]) -> Any:
 
     from torchtitan.config import ConfigManager
 
-    logging.disable(logging.WARNING)  # the ranks parse it again, and log what there is to say
     try:
-        return ConfigManager().parse_args(["--job.config_file", str(config_file), *overrides])
+        with quiet():  # the ranks parse it again, and log what there is to say
+            return ConfigManager().parse_args(["--job.config_file", str(config_file), *overrides])
     except (ValueError, ImportError) as error:
         raise BadInput(f"config file {config_file}: {error}") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log errors only."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
     finally:
         logging.disable(logging.NOTSET)
 
@@ -111,8 +142,7 @@ def _check_devices(job: Job) -> None:
         )
 
 
-def _check_mesh(job: Job) -> None:
-    parallelism = job.config.parallelism
+def _degrees(config: Any) -> dict[str, int]:
     keys = (
         "data_parallel_replicate_degree",
         "data_parallel_shard_degree",
@@ -120,7 +150,11 @@ def _check_mesh(job: Job) -> None:
         "tensor_parallel_degree",
         "pipeline_parallel_degree",
     )
-    degrees = {key: getattr(parallelism, key) for key in keys}
+    return {key: getattr(config.parallelism, key) for key in keys}
+
+
+def _check_mesh(job: Job, option: str) -> None:
+    degrees = _degrees(job.config)
     fixed = math.prod(degree for degree in degrees.values() if degree != -1)
     fits = job.nproc % fixed == 0 if -1 in degrees.values() else job.nproc == fixed
     if not fits:
@@ -128,12 +162,12 @@ def _check_mesh(job: Job) -> None:
         raise BadInput(
             f"{job.nproc} ranks do not fit the mesh of {job.config_file}, which needs "
             f"{'a multiple of ' if -1 in degrees.values() else ''}{fixed}: [parallelism] "
-            f"{mesh or 'with every degree 1'}. Change --nproc or a degree."
+            f"{mesh or 'with every degree 1'}. Change {option} or a degree."
         )
-    _check_expert_mesh(job, degrees)
+    _check_expert_mesh(job, degrees, option)
 
 
-def _check_expert_mesh(job: Job, degrees: dict[str, int]) -> None:
+def _check_expert_mesh(job: Job, degrees: dict[str, int], option: str) -> None:
     parallelism = job.config.parallelism
     experts = parallelism.expert_parallel_degree
     if experts == 1:
@@ -146,5 +180,5 @@ def _check_expert_mesh(job: Job, degrees: dict[str, int]) -> None:
             f"[parallelism] expert_parallel_degree = {experts} (times "
             f"expert_tensor_parallel_degree = {parallelism.expert_tensor_parallel_degree}) of "
             f"{job.config_file} does not divide the {shared} ranks that share one copy of the "
-            "experts. Change --nproc or the degree."
+            f"experts. Change {option} or the degree."
         )

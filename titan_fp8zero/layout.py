@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Strategy = Literal["block", "param"]
-STRATEGIES = ("block", "param")
+STRATEGIES: tuple[Strategy, ...] = ("block", "param")
 
 ELEMENT_ALIGNMENT = 16
 """A rank owns a multiple of so many elements of a high-precision main parameter: 64 bytes, a SIMD

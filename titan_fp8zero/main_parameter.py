@@ -141,8 +141,6 @@ def _add_reader(weight: Weight, fqn: str, is_fp8: bool, module: nn.Module, name:
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if main_of(parameter) is not None:
         raise ValueError(f"{fqn} is a main parameter already: shard_zero1 was called twice")
-    if parameter.is_meta:
-        raise ValueError(f"{fqn} is on the meta device: materialize it before shard_zero1")
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"{fqn} must be fp32, bf16 or fp16, got {parameter.dtype}")
     if parameter.numel() == 0:

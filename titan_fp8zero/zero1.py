@@ -398,6 +398,11 @@ def shard_zero1(
     weights = collect_weights(model, mesh, expert_mesh)
     if not weights:
         raise ValueError("the model has no parameters")
+    for weight in weights:
+        if weight.parameter.is_meta:
+            raise ValueError(
+                f"{weight.fqn} is on the meta device: materialize it before shard_zero1"
+            )
     return Zero1(
         model,
         weights,
