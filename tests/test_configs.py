@@ -18,6 +18,8 @@ def parse(path, *overrides):
 def test_all_configs_are_there():
     assert [config.stem for config in CONFIGS] == [
         "deepseek_v3_16b",
+        "deepseek_v3_671b_pp8_ep32_dp2",
+        "deepseek_v3_671b_pp8_ep32_dp8",
         "deepseek_v3_baseline",
         "deepseek_v3_debug",
         "llama3_8b",

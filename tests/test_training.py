@@ -10,6 +10,10 @@ from tempfile import mkdtemp
 
 import pytest
 
+from titan_fp8zero.job import load_planned_job
+from titan_fp8zero.titan.planner.buckets import PlannedBucket
+from titan_fp8zero.titan.planner.plan import make_plan
+
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 900
 
@@ -81,6 +85,18 @@ EQUAL_TO_STOCK = {
     },
 }
 
+TP = ("--parallelism.tensor_parallel_degree", "2")
+PP = (
+    *("--parallelism.pipeline_parallel_degree", "2"),
+    *("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
+)
+LAYOUTS = {
+    "llama3_tp2": ("llama3", *TP),
+    "llama3_pp2": ("llama3", *PP),
+    "deepseek_v3_tp2_ep2": ("deepseek_v3", *expert_parallel(2), *TP),
+}
+"""On 4 ranks, not trained."""
+
 FP8_RUNS = {
     "fp8": [],
     "fp8_param": ["--blockwise_fp8.strategy", "param"],
@@ -121,6 +137,11 @@ def results(ranks: int) -> dict[str, dict]:
             {"name": "poisoned", "args": moe, "poison_step": 3},
             {"name": "poisoned_adamw", "args": [*moe, *ADAMW], "poison_step": 3},
         ]
+    if ranks == 4:
+        runs += [
+            {"name": name, "args": [*config(f"{model}_debug"), *SMALL, *extra], "layout_only": True}
+            for name, (model, *extra) in LAYOUTS.items()
+        ]
     if ranks == 1:
         single = [*SMALL, "--training.mixed_precision_param", "float32"]
         runs = [
@@ -157,6 +178,47 @@ def test_without_fp8_every_printed_digit_equals_stock_fsdp2(ranks: int, name: st
         assert ours["printed"][0] == stock["printed"][0]
     else:
         assert ours["printed"] == stock["printed"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("ranks", "name", "args"),
+    [
+        (2, "fp8", [*config("llama3_debug"), *SMALL]),
+        (2, "fp8_param", [*config("llama3_debug"), *SMALL, *FP8_RUNS["fp8_param"]]),
+        (2, "deepseek_v3_fp8", [*config("deepseek_v3_debug"), *SMALL]),
+        (4, "llama3_hsdp", [*config("llama3_debug"), *SMALL, *HSDP, *NO_FP8]),
+        *(
+            (4, name, [*config(f"{m}_debug"), *SMALL, *args])
+            for name, (m, *args) in LAYOUTS.items()
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_planned_is_what_shard_zero1_lays_out(
+    ranks: int, name: str, args: list[str]
+) -> None:
+    job = load_planned_job(Path(args[1]), args[2:], ranks)
+    plan = make_plan(job)
+    strategy = job.config.blockwise_fp8.strategy
+    real = results(ranks)[name]["buckets"]
+    assert all(real)
+    for rank, coordinates in enumerate(plan.coordinates()):
+        planned = plan.ranks[coordinates["pp"]].buckets[strategy]
+        assert [as_described(bucket) for bucket in planned] == real[rank]
+
+
+def as_described(bucket: PlannedBucket) -> dict:
+    """As `trainer_runs.describe` describes the bucket of a run."""
+    return {
+        "num_ranks": bucket.layout.num_ranks,
+        "units_per_rank": bucket.layout.units_per_rank,
+        "mains": [
+            [[m.weight.fqn, m.start, m.weight.units] for m in main.members]
+            for main in bucket.layout.mains
+        ],
+        "bytes": {key: getattr(bucket.bytes, key) for key in ("gradient", "main", "payload")},
+    }
 
 
 @pytest.mark.multirank

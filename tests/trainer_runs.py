@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/trainer_runs.py RUNS.json RESULTS.json
 
-A run is {"name", "args", "poison_step"}: `args` are TorchTitan's; at `poison_step` the last rank's
-gradients become NaN. One process for all runs, because importing torch takes longer than a run.
+A run is {"name", "args", "poison_step", "layout_only"}: `args` are TorchTitan's; at `poison_step`
+the last rank's gradients become NaN; `layout_only` builds the model and does not train it. One
+process for all runs, because importing torch takes longer than a run.
 """
 
 import hashlib
@@ -35,14 +36,24 @@ register_model_converter(BlockwiseFP8Converter, "quantize_in_forward")
 LOG_FORMAT = {"loss": "{:8.5f}", "grad_norm": "{:7.4f}"}  # as TorchTitan prints them
 
 
-def run(name: str, args: list[str], dump_folder: Path, poison_step: int = 0) -> dict[str, Any]:
-    """Train once; returns printed losses and norms, and hashes of the initial weights."""
+def run(
+    name: str,
+    args: list[str],
+    dump_folder: Path,
+    poison_step: int = 0,
+    layout_only: bool = False,
+) -> dict[str, Any]:
+    """Train once; returns printed losses and norms, hashes of the initial weights, and buckets."""
     torch._dynamo.reset()
     config = ConfigManager().parse_args(
         [*args, "--job.dump_folder", str(dump_folder / name), "--metrics.log_freq", "1"]
     )
     trainer = torchtitan.train.Trainer(config)
-    result: dict[str, Any] = {"initial": initial_weights(trainer)}
+    result: dict[str, Any] = {"buckets": buckets_of_ranks(trainer)}
+    if layout_only:
+        trainer.close()
+        return result
+    result["initial"] = initial_weights(trainer)
     if poison_step:
         result["skipped"] = train_with_poison(trainer, poison_step)
     else:
@@ -56,6 +67,33 @@ def run(name: str, args: list[str], dump_folder: Path, poison_step: int = 0) -> 
         result["printed"] = [[printed(step, key) for key in LOG_FORMAT] for step in trained]
         result["losses"] = [step["loss"] for step in trained]
     return result
+
+
+def buckets_of_ranks(trainer: Any) -> list[list[dict[str, Any]]]:
+    """What `shard_zero1` laid out, by rank."""
+    zero1s = getattr(trainer.optimizers, "zero1s", [])
+    mine = [describe(bucket) for zero1 in zero1s for bucket in zero1._mains_of]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return of_ranks
+
+
+def describe(bucket: Any) -> dict[str, Any]:
+    gradient = bucket._zero_gradient()
+    bucket._ring.give_back(bucket, gradient)
+    return {
+        "num_ranks": bucket.layout.num_ranks,
+        "units_per_rank": bucket.layout.units_per_rank,
+        "mains": [
+            [[m.weight.fqn, m.start, m.weight.units] for m in main.members]
+            for main in bucket.layout.mains
+        ],
+        "bytes": {
+            "gradient": gradient.nbytes,
+            "main": bucket.main.nbytes,
+            "payload": bucket._payload.nbytes,
+        },
+    }
 
 
 def printed(step: dict[str, Any], key: str) -> str:
@@ -142,7 +180,8 @@ def main() -> None:
     results = {}
     for spec in runs:
         name = spec["name"]
-        results[name] = run(name, spec["args"], results_file.parent, spec.get("poison_step", 0))
+        options = {key: spec[key] for key in ("poison_step", "layout_only") if key in spec}
+        results[name] = run(name, spec["args"], results_file.parent, **options)
         dist.barrier()
     if dist.get_rank() == 0:
         results_file.write_text(json.dumps(results))

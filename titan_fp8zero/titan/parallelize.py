@@ -83,7 +83,7 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
             backwards_per_step=(
                 1
                 if options.accumulation == "every_microbatch"
-                else _backwards_per_step(job_config, parallel_dims)
+                else backwards_per_step(job_config, parallel_dims)
             ),
             **meshes,
         )
@@ -96,7 +96,7 @@ def parallelize_with(stock: Callable[..., nn.Module], *modules: ModuleType) -> C
     return parallelize
 
 
-def _backwards_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
+def backwards_per_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
     """Gradient accumulation steps, as the trainer computes them, times pipeline micro-batches.
 
     Neither the trainer nor a pipeline schedule says which backward is the last: they are counted.

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch.distributed.tensor import Placement, Shard
+from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_fp8zero.blocks import BLOCK, num_tiles
 from titan_fp8zero.bucket import Precision
 from titan_fp8zero.layout import BucketLayout, Strategy, plan_buckets
 from titan_fp8zero.main_parameter import Weight, weight_spec
-from titan_fp8zero.titan.parallelize import Sharding
+from titan_fp8zero.titan.parallelize import EXPERT_DIM, Sharding
 from titan_fp8zero.titan.planner.costs import RankBytes, rank_bytes
 from titan_fp8zero.titan.planner.model import ModelPart
 
@@ -20,7 +22,8 @@ from titan_fp8zero.titan.planner.model import ModelPart
 class BucketMesh(NamedTuple):
     """The mesh of a bucket, for one pipeline rank."""
 
-    shard_dim: str
+    shard_dim: str | None
+    """None where one rank has all."""
     num_ranks: int
     """Of the shard dim."""
     replicas: int
@@ -30,8 +33,13 @@ class BucketMesh(NamedTuple):
 
     def __str__(self) -> str:
         replicated = [("dp_replicate", self.replicas)] if self.replicas > 1 else []
-        dims = [*replicated, (self.shard_dim, self.num_ranks), *self.model_parallel]
-        return " x ".join(f"{name} {size}" for name, size in dims)
+        sharded = [(self.shard_dim, self.num_ranks)] if self.shard_dim is not None else []
+        dims = [*replicated, *sharded, *self.model_parallel]
+        return " x ".join(f"{name} {size}" for name, size in dims) or "one rank"
+
+    @property
+    def has_experts(self) -> bool:
+        return EXPERT_DIM in dict(self.model_parallel)
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,11 @@ class PlannedBucket:
     mesh: BucketMesh
     layout: BucketLayout
     precision: Precision
+    moment_dtype: torch.dtype
 
     @cached_property
     def bytes(self) -> RankBytes:
-        return rank_bytes(self.layout, self.precision)
+        return rank_bytes(self.layout, self.precision, self.moment_dtype)
 
     @cached_property
     def owned_units(self) -> list[int]:
@@ -72,8 +81,9 @@ class SplitBlocks(NamedTuple):
 
 def planned_buckets(part: ModelPart, strategy: Strategy) -> Iterator[PlannedBucket]:
     """The buckets that `shard_zero1` makes of a model part."""
-    precision = _precision(part.sharding)
     options = part.sharding.options
+    precision = _precision(part.sharding)
+    moment_dtype = TORCH_DTYPE_MAP[options.moment_dtype]
     meshes = {weight.fqn: _bucket_mesh(weight) for weight in part.weights}
     for layout in plan_buckets(
         [weight_spec(weight, precision) for weight in part.weights],
@@ -82,28 +92,29 @@ def planned_buckets(part: ModelPart, strategy: Strategy) -> Iterator[PlannedBuck
         padding_limit=options.padding_limit,
     ):
         mesh = meshes[layout.members[0].weight.fqn]
-        yield PlannedBucket(part.stage, mesh, layout, precision)
+        yield PlannedBucket(part.stage, mesh, layout, precision, moment_dtype)
 
 
 def _precision(sharding: Sharding) -> Precision:
     options = sharding.options
     return Precision(
-        sharding.compute_dtype,
-        sharding.gradient_dtype,
-        options.scale_format,
-        options.main_round == "bf16",
+        compute=sharding.compute_dtype,
+        accumulate=TORCH_DTYPE_MAP[options.accumulate_dtype],
+        reduce=TORCH_DTYPE_MAP[options.reduce_dtype],
+        scale_format=options.scale_format,
+        round_main_to_bf16=options.main_round == "bf16",
     )
 
 
 def _bucket_mesh(weight: Weight) -> BucketMesh:
-    data_parallel, mesh = weight.mesh.data_parallel, weight.mesh.mesh
-    if mesh is None or data_parallel.shard is None:
-        return BucketMesh("one rank", 1, 1, ())
-    sizes: dict[str, int] = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    (shard_dim,) = data_parallel.shard.mesh_dim_names or ()
-    replicas = data_parallel.replicate.size() if data_parallel.replicate is not None else 1
-    model_parallel = tuple((name, sizes[name]) for name, _ in weight.mesh.model_parallel)
-    return BucketMesh(shard_dim, sizes[shard_dim], replicas, model_parallel)
+    mesh, (shard, replicate) = weight.mesh.mesh, weight.mesh.data_parallel
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) if mesh else {}
+    return BucketMesh(
+        shard_dim=shard.mesh_dim_names[0] if shard and shard.mesh_dim_names else None,
+        num_ranks=weight.mesh.data_parallel.num_ranks,
+        replicas=replicate.size() if replicate else 1,
+        model_parallel=tuple((name, sizes[name]) for name, _ in weight.mesh.model_parallel),
+    )
 
 
 def split_blocks(weight: Weight) -> SplitBlocks | None:

@@ -4,6 +4,8 @@ would take, for our scheme and for three that others use."""
 from dataclasses import dataclass, fields
 from typing import Literal, Self
 
+import torch
+
 from titan_fp8zero.blocks import TILE_NUMEL
 from titan_fp8zero.bucket import ROW_ALIGNMENT, SCALE_BYTES, Precision
 from titan_fp8zero.layout import BucketLayout, Strategy
@@ -37,12 +39,13 @@ class RankBytes(_Sum):
     values: int = 0
     """High-precision compute weights."""
     gradient: int = 0
-    """`[ranks, columns]`: accumulated, not reduced yet."""
+    """Its buffer `[ranks, columns]`, in which backward accumulates until it is reduced."""
     reduced_gradient: int = 0
+    """The rank's share, fp32."""
     main: int = 0
     """Main parameters, fp32."""
     moments: int = 0
-    """Of Adam: two, fp32."""
+    """Adam's two."""
     payload: int = 0
     """What the rank publishes."""
 
@@ -52,22 +55,22 @@ class RankBytes(_Sum):
 
     @property
     def held(self) -> int:
-        """All but the unreduced gradient, which lives from backward to its reduce-scatter."""
+        """All but the gradient buffer, which the bucket gives back when it is reduced."""
         return self.compute + self.reduced_gradient + self.main + self.moments + self.payload
 
 
-def rank_bytes(layout: BucketLayout, precision: Precision) -> RankBytes:
+def rank_bytes(layout: BucketLayout, precision: Precision, moment_dtype: torch.dtype) -> RankBytes:
     """What each rank holds for a bucket."""
-    main = _owned_numel(layout) * FP32_BYTES
+    owned = _owned_numel(layout)
     is_fp8 = layout.is_fp8
     return RankBytes(
         codes=layout.real_numel * FP8_BYTES if is_fp8 else 0,
         scale_inv=layout.real_units * SCALE_BYTES if is_fp8 else 0,
         values=0 if is_fp8 else layout.real_numel * precision.compute.itemsize,
-        gradient=_gradient_bytes(layout, precision),
-        reduced_gradient=main,
-        main=main,
-        moments=2 * main,
+        gradient=_gradient_numel(layout) * precision.accumulate.itemsize,
+        reduced_gradient=owned * FP32_BYTES,
+        main=owned * FP32_BYTES,
+        moments=2 * owned * moment_dtype.itemsize,
         payload=_payload_bytes(layout, precision),
     )
 
@@ -76,9 +79,9 @@ def _owned_numel(layout: BucketLayout) -> int:
     return layout.units_per_rank * (TILE_NUMEL if layout.is_fp8 else 1)
 
 
-def _gradient_bytes(layout: BucketLayout, precision: Precision) -> int:
+def _gradient_numel(layout: BucketLayout) -> int:
     flags = -(-len(layout.members) // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    return layout.num_ranks * (_owned_numel(layout) + flags) * precision.gradient.itemsize
+    return layout.num_ranks * (_owned_numel(layout) + flags)
 
 
 def _payload_bytes(layout: BucketLayout, precision: Precision) -> int:
@@ -143,28 +146,36 @@ def strategy_of(scheme: Scheme) -> Strategy:
 
 
 def step_cost(
-    scheme: Scheme, layout: BucketLayout, replicas: int, precision: Precision
+    scheme: Scheme,
+    layout: BucketLayout,
+    precision: Precision,
+    *,
+    replicas: int = 1,
+    reductions: int = 1,
+    moment_dtype: torch.dtype = torch.float32,
 ) -> StepCost:
-    """A bucket's share of a step, on a rank; `replicas` is HSDP's replicate degree.
+    """A bucket's share of a step, on a rank.
+
+    `replicas` is HSDP's replicate degree, `reductions` how often a step reduces gradients.
 
     Collectives are rings: of B bytes over n ranks a rank sends B (n-1)/n in a reduce-scatter or an
     all-gather, twice that in an all-reduce. "bf16" and "megatron" are reckoned on flat buckets of
     the same weights, without padding; the amax all-reduce is `amax_cost`.
     """
     if scheme in ("bf16", "megatron"):
-        gradient = layout.real_numel * precision.gradient.itemsize
+        gradient = layout.real_numel * precision.reduce.itemsize
         gathered = layout.real_numel * _flat_weight_bytes(scheme, layout)
     else:
-        gradient = _gradient_bytes(layout, precision)
+        gradient = _gradient_numel(layout) * precision.reduce.itemsize
         gathered = layout.num_ranks * _payload_bytes(layout, precision)
     is_sharded, is_replicated = layout.num_ranks > 1, replicas > 1
     shard = gradient / layout.num_ranks
     return StepCost(
-        reduce=_ring(gradient, layout.num_ranks) + 2 * _ring(shard, replicas),
+        reduce=reductions * (_ring(gradient, layout.num_ranks) + 2 * _ring(shard, replicas)),
         gather=_ring(gathered, layout.num_ranks),
-        memory=_memory_traffic(scheme, layout, precision),
-        reduce_scatters=int(is_sharded),
-        all_reduces=int(is_replicated),
+        memory=_memory_traffic(scheme, layout, precision, moment_dtype),
+        reduce_scatters=reductions * is_sharded,
+        all_reduces=reductions * is_replicated,
         all_gathers=int(is_sharded),
     )
 
@@ -185,11 +196,13 @@ def _flat_weight_bytes(scheme: Scheme, layout: BucketLayout) -> int:
     return FP8_BYTES if scheme == "megatron" and layout.is_fp8 else BF16_BYTES
 
 
-def _memory_traffic(scheme: Scheme, layout: BucketLayout, precision: Precision) -> float:
+def _memory_traffic(
+    scheme: Scheme, layout: BucketLayout, precision: Precision, moment_dtype: torch.dtype
+) -> float:
     """Adam reads the gradient, and reads and writes main parameter and moments, in one pass that
     also writes the new weight. Megatron reads main parameters twice more, for amaxes and for codes.
     Where a bucket is no flat buffer, what was gathered is copied (unfolded) into the weights."""
-    adam = precision.gradient.itemsize + 6 * FP32_BYTES
+    adam = FP32_BYTES + 2 * FP32_BYTES + 4 * moment_dtype.itemsize
     if scheme in ("bf16", "megatron"):
         passes = 2 * FP32_BYTES if scheme == "megatron" and layout.is_fp8 else 0
         owned = layout.real_numel / layout.num_ranks

@@ -32,7 +32,7 @@ def figure_of(plan: Plan, strategies: Sequence[Strategy]) -> "Figure":
 
     rank = plan.fullest
     drawn = _most_padded(rank)
-    heights = [1.6 + 0.12 * min(max(_num_ranks(rank, i), 6), DRAWN_RANKS) for i in drawn]
+    heights = [_height(rank.buckets["block"][index].layout) for index in drawn]
     figure = Figure(figsize=(4 + 7 * len(strategies), 0.6 + sum(heights)), layout="constrained")
     grid = figure.subplots(
         len(drawn), len(strategies), squeeze=False, gridspec_kw={"height_ratios": heights}
@@ -50,8 +50,10 @@ def figure_of(plan: Plan, strategies: Sequence[Strategy]) -> "Figure":
     return figure
 
 
-def _num_ranks(rank: PlannedRank, index: int) -> int:
-    return rank.buckets["block"][index].layout.num_ranks
+def _height(layout: BucketLayout) -> float:
+    """Inches of a panel, for its ranks and for its legend."""
+    legend_lines = min(len(layout.members), LEGEND_ENTRIES) + 2
+    return 1 + max(0.12 * min(layout.num_ranks, DRAWN_RANKS), 0.17 * legend_lines)
 
 
 def _most_padded(rank: PlannedRank) -> list[int]:

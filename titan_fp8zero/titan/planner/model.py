@@ -5,7 +5,6 @@ process groups; ours then sees the same parameters as in training.
 """
 
 import copy
-import functools
 import importlib
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torchtitan.distributed.pipeline_parallel as pipeline_parallel
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
@@ -25,11 +22,10 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_fp8zero.job import BadInput, Job
 from titan_fp8zero.main_parameter import Weight, collect_weights
-from titan_fp8zero.titan import converter, parallelize
+from titan_fp8zero.titan import converter
 from titan_fp8zero.titan.converter import CONVERTER
 from titan_fp8zero.titan.parallelize import Sharding, sharding_of
 from titan_fp8zero.titan.planner.meshes import meshes_of_rank, parallel_dims_of
-from titan_fp8zero.titan.refuse import refuse_unsupported
 from titan_fp8zero.titan.swap import swapped
 
 
@@ -56,11 +52,6 @@ class Model:
             )
         self._job = job
         self._dims = parallel_dims_of(job)
-        # What training refuses besides TP and PP, whose layouts are worth a plan before they run.
-        world_size = job.nproc // (self._dims.tp * self._dims.pp)
-        refuse_unsupported(
-            job.config, replace(self._dims, tp=1, pp=1, etp=1, world_size=world_size)
-        )
         self._spec = get_train_spec(job.config.model.name)
         self._args = _model_args(job, self._spec)
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.config.training.dtype]):
@@ -73,11 +64,7 @@ class Model:
         """The model parts of the first rank of a pipeline rank, as `parallelize` leaves them."""
         dims = replace(self._dims)  # meshes are those of one rank
         first = pipeline_rank * (dims.world_size // dims.pp)  # pp is the outermost dim
-        with (
-            meshes_of_rank(first),
-            swapped((parallelize,), "refuse_unsupported", lambda config, dims: None),
-            swapped((parallelize,), "_stage_parameters", _place_on_joint_meshes),
-        ):
+        with meshes_of_rank(first):
             dims.build_mesh()
             if not dims.pp_enabled:
                 whole = copy.deepcopy(self._whole)
@@ -127,32 +114,3 @@ def _part(stage: int, model: nn.Module) -> ModelPart:
     assert sharding is not None, "the config converts the model"
     weights = collect_weights(model, sharding.mesh, sharding.expert_mesh)
     return ModelPart(stage, weights, sharding)
-
-
-def _place_on_joint_meshes(
-    model: nn.Module, dp_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
-) -> None:
-    """Put TP's and EP's weights on meshes with data-parallel dims in front: all that a plan reads
-    of what training stages."""
-
-    @functools.cache
-    def placed(parameter: nn.Parameter) -> nn.Parameter:
-        if not isinstance(parameter, DTensor):
-            return parameter
-        names = parameter.device_mesh.mesh_dim_names or ()
-        data_parallel = expert_mesh if "ep" in names else dp_mesh
-        assert data_parallel is not None, "TorchTitan makes one wherever it shards experts"
-        mesh = DeviceMesh._concatenate([data_parallel, parameter.device_mesh])
-        joint = DTensor.from_local(
-            parameter.to_local(),
-            mesh,
-            [*[Replicate()] * data_parallel.ndim, *parameter.placements],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        return nn.Parameter(joint, parameter.requires_grad)
-
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, placed(parameter))

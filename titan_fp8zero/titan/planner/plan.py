@@ -2,13 +2,15 @@
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan_fp8zero.job import BadInput, Job, quiet
 from titan_fp8zero.layout import STRATEGIES, BucketLayout, Strategy
-from titan_fp8zero.titan.parallelize import EXPERT_SHARD_DIM
+from titan_fp8zero.ring import RING_BUFFERS
+from titan_fp8zero.titan.parallelize import backwards_per_step
 from titan_fp8zero.titan.planner.buckets import (
     BucketMesh,
     PlannedBucket,
@@ -35,6 +37,10 @@ class PlannedRank:
     pipeline_rank: int
     stages: list[int]
     buckets: dict[Strategy, list[PlannedBucket]]
+    backwards: int
+    """Micro-batches of a step."""
+    reductions: int
+    """Of a step: 1, or one a micro-batch."""
 
     @property
     def numel(self) -> int:
@@ -44,6 +50,15 @@ class PlannedRank:
     def bytes(self, strategy: Strategy) -> RankBytes:
         return sum((bucket.bytes for bucket in self.buckets[strategy]), RankBytes())
 
+    def gradient_buffers(self, strategy: Strategy) -> int:
+        """Bytes of gradient buffers that the rank holds at most: those of all buckets where
+        micro-batches add up in them, else a ring for each size of them."""
+        sizes = [(b.stage, b.bytes.gradient) for b in self.buckets[strategy]]
+        if self.backwards > self.reductions:
+            return sum(size for _, size in sizes)
+        counts = Counter(sizes).items()
+        return sum(size * min(count, RING_BUFFERS) for (_, size), count in counts)
+
     def cost(self, scheme: Scheme) -> StepCost:
         return sum(self.cost_by_mesh(scheme).values(), StepCost())
 
@@ -51,7 +66,14 @@ class PlannedRank:
         costs: dict[BucketMesh, StepCost] = {}
         fp8_layouts: dict[BucketMesh, list[BucketLayout]] = {}
         for bucket in self.buckets[strategy_of(scheme)]:
-            cost = step_cost(scheme, bucket.layout, bucket.mesh.replicas, bucket.precision)
+            cost = step_cost(
+                scheme,
+                bucket.layout,
+                bucket.precision,
+                replicas=bucket.mesh.replicas,
+                reductions=self.reductions,
+                moment_dtype=bucket.moment_dtype,
+            )
             costs[bucket.mesh] = costs.get(bucket.mesh, StepCost()) + cost
             if bucket.layout.is_fp8:
                 fp8_layouts.setdefault(bucket.mesh, []).append(bucket.layout)
@@ -97,7 +119,7 @@ class Plan:
         """Of FP8 weights: "all", "dense" and, under expert parallelism, "experts"."""
         buckets = [bucket for rank in self.ranks for bucket in rank.buckets[strategy]]
         fp8 = [bucket for bucket in buckets if bucket.layout.is_fp8]
-        experts = [bucket for bucket in fp8 if bucket.mesh.shard_dim == EXPERT_SHARD_DIM]
+        experts = [bucket for bucket in fp8 if bucket.mesh.has_experts]
         kinds = {"all": fp8, "dense": [b for b in fp8 if b not in experts], "experts": experts}
         return {kind: self._padding_of(chosen) for kind, chosen in kinds.items() if chosen}
 
@@ -140,7 +162,8 @@ def make_plan(job: Job) -> Plan:
             warnings.filterwarnings("ignore", "Parallelize plan key")
             model = Model(job)
             parts = [model.parts_of(rank) for rank in range(_degrees(job)["pp"])]
-            ranks = [_planned_rank(rank, of_rank) for rank, of_rank in enumerate(parts)]
+            backwards = backwards_per_step(job.config, parallel_dims_of(job))
+            ranks = [_planned_rank(rank, of_rank, backwards) for rank, of_rank in enumerate(parts)]
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         # TorchTitan's refusals, asserts among them, and ours.
         raise BadInput(
@@ -168,9 +191,11 @@ def _degrees(job: Job) -> dict[str, int]:
     return degrees
 
 
-def _planned_rank(pipeline_rank: int, parts: list[ModelPart]) -> PlannedRank:
+def _planned_rank(pipeline_rank: int, parts: list[ModelPart], backwards: int) -> PlannedRank:
     buckets = {
         strategy: [bucket for part in parts for bucket in planned_buckets(part, strategy)]
         for strategy in STRATEGIES
     }
-    return PlannedRank(pipeline_rank, [part.stage for part in parts], buckets)
+    reductions = backwards // parts[0].sharding.backwards_per_step
+    stages = [part.stage for part in parts]
+    return PlannedRank(pipeline_rank, stages, buckets, backwards, reductions)

@@ -57,7 +57,13 @@ def _pipeline_rank(
         "pipeline_rank": rank.pipeline_rank,
         "stages": rank.stages,
         "parameters": rank.numel,
-        "bytes": {strategy: asdict(rank.bytes(strategy)) for strategy in strategies},
+        "bytes": {
+            strategy: {
+                **asdict(rank.bytes(strategy)),
+                "gradient_buffers_at_most": rank.gradient_buffers(strategy),
+            }
+            for strategy in strategies
+        },
         "costs": {
             scheme: {
                 str(mesh): _cost(cost, bandwidths)
@@ -110,7 +116,8 @@ def _owned(buckets: Sequence[PlannedBucket], coordinates: dict[str, int]) -> dic
     owned = dict.fromkeys(("tiles", "padding_tiles", "elements", "padding_elements"), 0)
     for bucket in buckets:
         unit = "tiles" if bucket.layout.is_fp8 else "elements"
-        real = bucket.owned_units[coordinates.get(bucket.mesh.shard_dim, 0)]
+        dim = bucket.mesh.shard_dim
+        real = bucket.owned_units[0 if dim is None else coordinates[dim]]
         owned[unit] += real
         owned[f"padding_{unit}"] += bucket.layout.units_per_rank - real
     return owned

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.filesize import decimal
+from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
 
 from titan_fp8zero.layout import STRATEGIES, Strategy
@@ -22,8 +22,8 @@ SHOWN_BUCKETS = 16
 SHOWN_RANKS = 8
 SHOWN_WEIGHTS = 16
 
-# Gradients are those that are reduced already, a rank's share; "unreduced" ones are whole.
-_BYTES = ("compute", "unreduced", "gradients", "main", "moments", "payload")
+_BYTES = ("compute", "buffers", "gradients", "main", "moments", "payload")
+"""Of weights to compute with, of gradients before and after reduction, and of the rest."""
 
 
 def print_plan(
@@ -51,13 +51,19 @@ def _mesh(degrees: dict[str, int]) -> str:
         return " x ".join(f"{dim} {degrees[dim]}" for dim in dims if degrees[dim] > 1)
 
     dense = part("pp", "dp_replicate", "fsdp", "tp") or "no mesh"
-    context = f" (of it {part('cp')})" if degrees["cp"] > 1 else ""
+    context = f", {part('cp')} within fsdp" if degrees["cp"] > 1 else ""
     experts = f", experts on {part('efsdp', 'ep', 'etp')}" if degrees["ep"] > 1 else ""
     return f"{dense}{context}{experts}"
 
 
 def _table(title: str, columns: Iterable[str], left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
     for index, column in enumerate(columns):
         is_left = index < left
         table.add_column(column, justify="left" if is_left else "right", no_wrap=is_left)
@@ -69,6 +75,10 @@ def _pipeline_ranks(plan: Plan, strategy: Strategy) -> Table:
         f'Bytes on each rank, strategy "{strategy}"',
         ("pipeline rank", "stages", "parameters", "buckets", *_BYTES),
         left=2,
+    )
+    table.caption = (
+        "compute: FP8 codes, scales, high-precision weights. buffers: gradients before they are "
+        "reduced, at most. gradients: the rank's share."
     )
     rows = [(rank, _pipeline_rank_cells(rank, strategy)) for rank in plan.ranks]
     for cells, alike in itertools.groupby(rows, key=lambda row: row[1]):
@@ -85,19 +95,26 @@ def _first_to_last(names: Sequence[str]) -> str:
 
 def _pipeline_rank_cells(rank: PlannedRank, strategy: Strategy) -> tuple[str, ...]:
     buckets = rank.buckets[strategy]
-    return (f"{rank.numel:,}", str(len(buckets)), *_byte_cells(rank.bytes(strategy)))
+    sizes = _byte_cells(rank.bytes(strategy), rank.gradient_buffers(strategy))
+    return (f"{rank.numel:,}", str(len(buckets)), *sizes)
 
 
-def _byte_cells(sizes: RankBytes) -> tuple[str, ...]:
+def _byte_cells(sizes: RankBytes, gradient_buffers: int) -> tuple[str, ...]:
     columns = (
         sizes.compute,
-        sizes.gradient,
+        gradient_buffers,
         sizes.reduced_gradient,
         sizes.main,
         sizes.moments,
         sizes.payload,
     )
-    return tuple(decimal(size) for size in columns)
+    return tuple(_size(size) for size in columns)
+
+
+def _size(size: float) -> str:
+    unit, suffix = pick_unit_and_suffix(int(size), ["B", "kB", "MB", "GB", "TB", "PB"], 1000)
+    digits = 0 if size >= 100 * unit or suffix == "B" else 1
+    return f"{size / unit:,.{digits}f} {suffix}"
 
 
 def _buckets(rank: PlannedRank, strategy: Strategy) -> Table:
@@ -123,7 +140,7 @@ def _bucket_cells(bucket: PlannedBucket) -> tuple[str, ...]:
         f"{layout.units_per_rank:,} {kind}",
         str(len(layout.members)),
         f"{layout.padding_units / layout.real_units:.2%}",
-        *_byte_cells(bucket.bytes),
+        *_byte_cells(bucket.bytes, bucket.bytes.gradient),
     )
 
 
@@ -164,12 +181,11 @@ def _costs(plan: Plan, bandwidths: Bandwidths) -> Table:
         f"Times are estimates from {bandwidths.network:g} GB/s that a rank sends and "
         f"{bandwidths.memory:g} GB/s of its memory: without latency or overlap."
     )
-    table.caption_justify = "left"
     for scheme, title in SCHEMES.items():
         cost = plan.busiest(scheme)
         table.add_row(
             title,
-            *[decimal(round(size)) for size in (cost.reduce, cost.amax, cost.gather)],
+            *[_size(size) for size in (cost.reduce, cost.amax, cost.gather)],
             str(cost.collectives),
             f"{bandwidths.communication_ms(cost):,.2f} ms",
             f"{bandwidths.update_ms(cost):,.2f} ms",
