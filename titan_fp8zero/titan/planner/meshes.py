@@ -18,10 +18,16 @@ from titan_fp8zero.titan.swap import swapped
 class GrouplessMesh(DeviceMesh):
     """A device mesh that knows its ranks and dims; nothing can communicate over it."""
 
-    _dim_group_names: list[Any] = []  # noqa: RUF012  an instance attribute of DeviceMesh
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "_init_backend": False})
+
+    @property
+    def _dim_group_names(self) -> list[Any]:
+        return [""] * self.ndim
+
+    @_dim_group_names.setter
+    def _dim_group_names(self, names: list[Any]) -> None:
+        """Torch hands the names of a mesh on to what is sliced or concatenated from it."""
 
     @staticmethod
     def _init_process_groups(*args: Any, **kwargs: Any) -> list[Any]:

@@ -120,7 +120,8 @@ class Plan:
         buckets = [bucket for rank in self.ranks for bucket in rank.buckets[strategy]]
         fp8 = [bucket for bucket in buckets if bucket.layout.is_fp8]
         experts = [bucket for bucket in fp8 if bucket.mesh.has_experts]
-        kinds = {"all": fp8, "dense": [b for b in fp8 if b not in experts], "experts": experts}
+        dense = [bucket for bucket in fp8 if not bucket.mesh.has_experts]
+        kinds = {"all": fp8, "dense": dense, "experts": experts}
         return {kind: self._padding_of(chosen) for kind, chosen in kinds.items() if chosen}
 
     def _padding_of(self, buckets: Iterable[PlannedBucket]) -> Padding:
@@ -166,9 +167,8 @@ def make_plan(job: Job) -> Plan:
             ranks = [_planned_rank(rank, of_rank, backwards) for rank, of_rank in enumerate(parts)]
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         # TorchTitan's refusals, asserts among them, and ours.
-        raise BadInput(
-            f"{job.config_file} cannot be planned: {' '.join(str(error).split())}"
-        ) from (error)
+        reason = " ".join(str(error).split())
+        raise BadInput(f"{job.config_file} cannot be planned: {reason}") from error
     weights = [weight for of_rank in parts for part in of_rank for weight in part.weights]
     split = [split_blocks(weight) for weight in weights if weight.is_fp8]
     return Plan(job, _degrees(job), ranks, [found for found in split if found is not None])

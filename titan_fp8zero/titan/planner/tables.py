@@ -162,6 +162,7 @@ def _ranks(plan: Plan, strategy: Strategy) -> Table:
 
 def _padding(plan: Plan) -> Table:
     table = _table("Padding of FP8 weights, all ranks together", ("weights", "tiles", *_STRATEGY))
+    table.caption = 'Strategy "param" pads in every bucket: a larger bucket_mib lets it pad less.'
     by_strategy = {strategy: plan.padding(strategy) for strategy in STRATEGIES}
     for kind, padding in by_strategy["block"].items():
         shares = [f"{of[kind].padding:,} ({of[kind].share:.3%})" for of in by_strategy.values()]
