@@ -85,15 +85,9 @@ EQUAL_TO_STOCK = {
     },
 }
 
-TP = ("--parallelism.tensor_parallel_degree", "2")
-PP = (
-    *("--parallelism.pipeline_parallel_degree", "2"),
-    *("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
-)
-LAYOUTS = {
-    "llama3_tp2": ("llama3", *TP),
-    "llama3_pp2": ("llama3", *PP),
-    "deepseek_v3_tp2_ep2": ("deepseek_v3", *expert_parallel(2), *TP),
+FP8_LAYOUTS = {
+    "fp8_layout_tp2_ep2": ("deepseek_v3", *TP_2, *expert_parallel(2)),
+    "fp8_layout_pp2_ep2": ("deepseek_v3", *PP_2, *INTERLEAVED, *expert_parallel(2)),
 }
 """On 4 ranks, not trained."""
 
@@ -140,7 +134,7 @@ def results(ranks: int) -> dict[str, dict]:
     if ranks == 4:
         runs += [
             {"name": name, "args": [*config(f"{model}_debug"), *SMALL, *extra], "layout_only": True}
-            for name, (model, *extra) in LAYOUTS.items()
+            for name, (model, *extra) in FP8_LAYOUTS.items()
         ]
     if ranks == 1:
         single = [*SMALL, "--training.mixed_precision_param", "float32"]
@@ -190,7 +184,7 @@ def test_without_fp8_every_printed_digit_equals_stock_fsdp2(ranks: int, name: st
         (4, "llama3_hsdp", [*config("llama3_debug"), *SMALL, *HSDP, *NO_FP8]),
         *(
             (4, name, [*config(f"{m}_debug"), *SMALL, *args])
-            for name, (m, *args) in LAYOUTS.items()
+            for name, (m, *args) in FP8_LAYOUTS.items()
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
