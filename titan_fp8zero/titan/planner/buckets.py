@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import Placement, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_fp8zero.blocks import BLOCK, num_tiles
+from titan_fp8zero.blocks import num_tiles
 from titan_fp8zero.bucket import Precision
 from titan_fp8zero.layout import BucketLayout, Strategy, plan_buckets
 from titan_fp8zero.main_parameter import Weight, weight_spec
@@ -119,16 +118,10 @@ def _bucket_mesh(weight: Weight) -> BucketMesh:
 
 def split_blocks(weight: Weight) -> SplitBlocks | None:
     """What TP does to the blocks of an FP8 weight; None where they stay those of the whole."""
-    if not any(_cuts_blocks(weight, placement) for _, placement in weight.mesh.model_parallel):
+    if not weight.mesh.cuts_blocks(weight.shape):
         return None
     shape = tuple(weight.parameter.shape)
     shards = math.prod(shape) // math.prod(weight.shape)
     return SplitBlocks(
         weight.fqn, shape, weight.shape, num_tiles(shape), shards * num_tiles(weight.shape)
     )
-
-
-def _cuts_blocks(weight: Weight, placement: Placement) -> bool:
-    if not isinstance(placement, Shard) or placement.dim < len(weight.shape) - 2:
-        return False
-    return weight.shape[placement.dim] % BLOCK != 0
