@@ -16,7 +16,7 @@ from ranks import rank_outcomes, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from titan_fp8zero import clip_grad_norm_, unfold
+from titan_fp8zero import clip_grad_norm_, quantize_blockwise, unfold
 from titan_fp8zero.compute_weight import FP8Weight
 from titan_fp8zero.main_parameter import Weight, local_tensor, main_of
 
@@ -301,6 +301,34 @@ def test_bits_and_norm_of_a_single_process(grid):
     norms = run_ranks(train_in_all_ways, ranks, grid)
     assert all(norms[0] == of_rank for of_rank in norms)
     assert norms[0][0] == norms[0][1] == norms[0][2]
+
+
+def train_with_shards_inside_blocks() -> list[str]:
+    """192 rows a rank: blocks are those of the shard, its last ones padded."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = GivenGradients({"columnwise": (384, 200), "rowwise": (200, 512)})
+    for name, dim in (("columnwise", 0), ("rowwise", 1)):
+        module = model.weights[name]
+        local = module.weight.detach().chunk(2, dim)[mesh["tp"].get_local_rank()].clone()
+        placements = [Replicate(), Shard(dim)]
+        module.weight = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+    zero1, optimizer = shard(model, mesh["dp"])
+    gradients = {
+        name: torch.randn(weight.weight._zero1_main.weights[0].shape)
+        for name, weight in model.weights.items()
+    }
+    model(gradients).backward()
+    optimizer.step()
+    found = state_of(model, optimizer)
+    for name in model.weights:
+        codes, scale_inv = quantize_blockwise(found[f"weights.{name}.main"])
+        assert torch.equal(found[f"weights.{name}.weight.codes"], codes.view(torch.uint8))
+        assert torch.equal(found[f"weights.{name}.weight.scale_inv"], scale_inv)
+    return zero1.weights_with_local_blocks()
+
+
+def test_shards_that_cut_blocks_are_padded_and_named():
+    assert run_ranks(train_with_shards_inside_blocks, 2) == [["weights.columnwise.weight"]] * 2
 
 
 # Ranks that disagree, hang or die

@@ -140,6 +140,7 @@ class Bucket:
         self._gradient: torch.Tensor | None = None
         self._reduction: torch.Tensor | None = None
         self._reducing: torch.Tensor | None = None
+        self._is_scattered = False
         self._payload = self._empty_payload()
         self._gathering: torch.Tensor | None = None
 
@@ -170,33 +171,38 @@ class Bucket:
         self._ring.reducing(self)
 
     def wait_reduce(self) -> None:
-        """Wait for the reduce-scatter, and give the gradient buffer back."""
+        """Wait for the reduce-scatter and give the gradient buffer back; under HSDP, start the
+        all-reduce of the shard."""
+        if self._is_scattered:
+            return
         assert self._reduction is not None, "start_reduce comes first"
-        self._reduction = self._wait(self._reduction, "reduce-scatter")
+        shard = self._wait(self._reduction, "reduce-scatter")
         if self._reducing is not None:
             self._ring.give_back(self, self._reducing)
             self._reducing = None
-
-    def finish_reduce(self) -> ReducedGradient:
-        """Wait for the reduce-scatter; under HSDP all-reduce the shard."""
-        self.wait_reduce()
-        shard, self._reduction = self._reduction, None
-        assert shard is not None
         if self.mesh.replicate is not None:
             partial = DTensor.from_local(
                 shard, self.mesh.replicate, [Partial("sum")], run_check=False
             )
-            replicated = partial.redistribute(placements=[Replicate()]).to_local()
-            shard = self._wait(replicated, "all-reduce")
+            replicated = partial.redistribute(placements=[Replicate()], async_op=True)
+            shard = replicated.to_local()
+        self._reduction, self._is_scattered = shard, True
+
+    def finish_reduce(self) -> ReducedGradient:
+        """Wait for all of the reduction."""
+        self.wait_reduce()
+        assert self._reduction is not None
+        shard = self._wait(self._reduction, "all-reduce")
+        self._reduction, self._is_scattered = None, False
         return ReducedGradient(self._gradient_units(shard)[0], self._flags(shard)[0], self._flag_of)
 
     def drop_gradient(self) -> None:
         """Forget what was accumulated; wait for a reduction under way."""
         if self._reduction is not None:
-            self.wait_reduce()
+            self.finish_reduce()
         if self._gradient is not None:
             self._ring.give_back(self, self._gradient)
-        self._gradient = self._reduction = None
+        self._gradient = None
 
     def _zero_gradient(self) -> torch.Tensor:
         flags = -(-len(self._flag_of) // ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -111,6 +111,8 @@ class GradientReducer:
             return
         while self._to_reduce:  # buckets with a weight that this rank did not use
             self._to_reduce.pop().start_reduce()
+        for bucket in self._order:
+            bucket.wait_reduce()
         used: set[Weight] = set()
         for bucket in self._order:
             used |= self._assign_gradients(bucket, bucket.finish_reduce())
