@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from models import GivenGradients, compute_weights, exact_gradients, shard
+from models import GivenGradients, assert_same, compute_weights, exact_gradients, shard
 from ranks import rank_outcomes, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from titan_fp8zero import clip_grad_norm_, quantize_blockwise, unfold
+from titan_fp8zero import Zero1, clip_grad_norm_, quantize_blockwise, unfold
+from titan_fp8zero.checkpoint import load_optimizer_state_dict, optimizer_state_dict
 from titan_fp8zero.compute_weight import FP8Weight
 from titan_fp8zero.main_parameter import Weight, local_tensor, main_of
 
@@ -223,28 +225,46 @@ def gather_local(weight: Weight, units: torch.Tensor) -> torch.Tensor:
     return unfold(mine, weight.shape) if weight.is_fp8 else mine.view(weight.shape)
 
 
-def train_on(grid_name: str, overlap: bool, backwards: int) -> list[float]:
-    """Trains on a grid; every rank compares its part with a single process. Returns the norms."""
-    _, make = GRIDS[grid_name]
-    grid = make()
-    shapes = my_shapes(grid)
-    mesh = data_mesh(grid)
-    expert_mesh = grid.mesh[grid.expert_mesh] if grid.expert_mesh else None
-    stages = grid.mesh[grid.stages] if grid.stages else None
-
-    model, single = whole_model(shapes), whole_model(shapes)
+def build(
+    grid: Grid, overlap: bool = False, backwards: int = 1
+) -> tuple[GivenGradients, Zero1, torch.optim.Optimizer]:
+    model = whole_model(my_shapes(grid))
     place(grid, model)
     zero1, optimizer = shard(
         model,
-        mesh,
+        data_mesh(grid),
         "blockwise_foreach",
-        expert_mesh=expert_mesh,
+        expert_mesh=grid.mesh[grid.expert_mesh] if grid.expert_mesh else None,
         bucket_bytes=200_000,
         overlap=overlap,
         backwards_per_step=backwards,
     )
-    _, alone = shard(single, None, "blockwise_foreach")
+    return model, zero1, optimizer
 
+
+def train_alone(
+    shapes: dict[str, Any], steps: int = STEPS
+) -> tuple[GivenGradients, torch.optim.Optimizer]:
+    model = whole_model(shapes)
+    _, optimizer = shard(model, None, "blockwise_foreach")
+    for step in range(steps):
+        step_alone(model, optimizer, step)
+    return model, optimizer
+
+
+def step_alone(model: GivenGradients, optimizer: torch.optim.Optimizer, step: int) -> None:
+    everything = exact_gradients(SHAPES, step, range(SAMPLES))
+    model({name: everything[name] for name in model.weights}).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_on(grid: Grid, overlap: bool, backwards: int, save_to: str = "") -> list[float]:
+    """Trains on a grid; every rank compares its part with a single process. Returns the norms."""
+    shapes = my_shapes(grid)
+    stages = grid.mesh[grid.stages] if grid.stages else None
+    model, zero1, optimizer = build(grid, overlap, backwards)
+    single, alone = train_alone(shapes, steps=0)
     norms = []
     for step in range(STEPS):
         for backward in range(backwards):
@@ -255,19 +275,40 @@ def train_on(grid_name: str, overlap: bool, backwards: int) -> list[float]:
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-        everything = exact_gradients(SHAPES, step, range(SAMPLES))
-        single({name: everything[name] for name in shapes}).backward()
-        alone.step()
-        alone.zero_grad()
+        step_alone(single, alone, step)
         with torch.no_grad():  # forward between steps reads fresh weights
             model(given(grid, shapes, step, 0, 1))
         check_codes_are_fresh(grid, model, single)
+    check_part(grid, (model, optimizer), (single, alone))
+    if save_to:
+        dcp.save(checkpoint_of(model, optimizer), checkpoint_id=save_to)
+    return norms
 
-    expected = state_of(single, alone)
-    for key, tensor in state_of(model, optimizer).items():
+
+def check_part(grid: Grid, mine: tuple[Any, Any], single: tuple[Any, Any]) -> None:
+    """This rank's part of a single process's weights, main parameters and moments."""
+    expected = state_of(*single)
+    for key, tensor in state_of(*mine).items():
         name = key.split(".")[1]
         assert torch.equal(tensor, cut(grid, name, expected[key])), key
-    return norms
+
+
+def checkpoint_of(model: GivenGradients, optimizer: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer_state_dict(model, optimizer)}
+
+
+def load(model: GivenGradients, optimizer: Any, folder: str) -> None:
+    state = checkpoint_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    model.load_state_dict(state["model"])
+
+
+def load_on(grid: Grid, folder: str) -> None:
+    """Loads a single process's checkpoint."""
+    model, _, optimizer = build(grid)
+    load(model, optimizer, folder)
+    check_part(grid, (model, optimizer), train_alone(my_shapes(grid)))
 
 
 def check_codes_are_fresh(grid: Grid, model: GivenGradients, single: GivenGradients) -> None:
@@ -291,16 +332,25 @@ WAYS = [(True, 1), (False, 1), (True, 4)]
 """Overlap, and backward passes a step."""
 
 
-def train_in_all_ways(grid: str) -> list[list[float]]:
-    return [train_on(grid, overlap, backwards) for overlap, backwards in WAYS]
+def train_in_all_ways(name: str, folder: str) -> list[list[float]]:
+    grid = GRIDS[name][1]()
+    load_on(grid, f"{folder}/single")
+    first, *others = WAYS
+    norms = train_on(grid, *first, save_to=f"{folder}/{name}")
+    return [norms, *(train_on(grid, *way) for way in others)]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_bits_and_norm_of_a_single_process(grid):
-    ranks, _ = GRIDS[grid]
-    norms = run_ranks(train_in_all_ways, ranks, grid)
+def test_bits_and_norm_of_a_single_process(grid, tmp_path):
+    """And checkpoints: from a single process to the grid, and the reverse."""
+    single = train_alone(SHAPES)
+    dcp.save(checkpoint_of(*single), checkpoint_id=tmp_path / "single", no_dist=True)
+    norms = run_ranks(train_in_all_ways, GRIDS[grid][0], grid, str(tmp_path))
     assert all(norms[0] == of_rank for of_rank in norms)
     assert norms[0][0] == norms[0][1] == norms[0][2]
+    loaded = train_alone(SHAPES, steps=0)
+    load(*loaded, tmp_path / grid)
+    assert_same(state_of(*loaded), state_of(*single))
 
 
 def train_with_shards_inside_blocks() -> list[str]:
