@@ -6,6 +6,7 @@ matrix, 5 of a stack of matrices). So a weight and its moments are saved as boxe
 strategy or bucket size, and FSDP2 can load what we save and we what it saves.
 """
 
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from math import prod
@@ -357,8 +358,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
     Keys are those of torch's `get_optimizer_state_dict`, flattened: `state.<fqn>.<name>` and
     `param_groups.<fqn>.<option>`. Moments are `WeightView`s, anything else (the step count) is
-    copied for each weight. Initializes the optimizer's state if there is none yet. A collective.
+    copied for each weight. Weights that were never updated, because steps were skipped or no rank
+    used them, get the state that they had before their first update. A collective.
     """
+    _initialize_missing_state(optimizer)
     mains = _main_parameters(optimizer)
     by_weight = {}
     for key, value in get_optimizer_state_dict(model, optimizer, options=_FLAT).items():
@@ -376,6 +379,7 @@ def load_optimizer_state_dict(
     Raises KeyError for a missing entry, and ValueError if weights that share a main parameter
     have different step counts or options.
     """
+    _initialize_missing_state(optimizer)
     mains = _main_parameters(optimizer)
     by_main: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     for key, value in by_main.items():
@@ -388,6 +392,37 @@ def load_optimizer_state_dict(
         else:
             by_main[key] = _common_value(name, loaded)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=by_main, options=_FLAT)
+
+
+@torch.no_grad()
+def _initialize_missing_state(optimizer: torch.optim.Optimizer) -> None:
+    """State as before the first update, for parameters that have none; others stay as they are.
+
+    torch's `get_optimizer_state_dict` would do so only where no parameter has any state, and leave
+    a step count of 1. The optimizer's hooks do not run: nothing is skipped, counted or published.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    missing = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+    gradients = [p.grad for p in parameters]
+    options = [(group, group["lr"], group.get("weight_decay")) for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for group, lr, _ in options:
+            group.update(lr=lr * 0, weight_decay=0.0)
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+            step(optimizer)
+            parameter.grad = None
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                state["step"] *= 0
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, lr, weight_decay in options:
+            group.update(lr=lr, weight_decay=weight_decay)
 
 
 def _main_parameters(optimizer: torch.optim.Optimizer) -> dict[str, MainParameter]:

@@ -8,7 +8,14 @@ patches has changed; applied twice, it does nothing the second time.
 from collections.abc import Iterable
 from importlib import import_module
 
-PATCHES = ("cpu_device", "cpu_histc", "cpu_permute", "gloo_sum", "clip_grad_norm")
+PATCHES = (
+    "cpu_device",
+    "cpu_histc",
+    "cpu_permute",
+    "gloo_sum",
+    "clip_grad_norm",
+    "checkpoint_manager",
+)
 """Every patch there is."""
 
 CPU_PATCHES = ("cpu_device", "cpu_histc", "cpu_permute", "gloo_sum")

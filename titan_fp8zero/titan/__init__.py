@@ -10,4 +10,4 @@ from titan_fp8zero.titan.text import register_datasets
 
 register_datasets()
 register_train_specs()
-torchtitan_patches.apply(["clip_grad_norm"])
+torchtitan_patches.apply(["clip_grad_norm", "checkpoint_manager"])

@@ -1,4 +1,4 @@
-"""The `[blockwise_fp8]` table of a TorchTitan TOML config.
+"""The `[blockwise_fp8]` table of a TorchTitan TOML config, and a key of `[checkpoint]`.
 
 Named by `[job] custom_config_module = "titan_fp8zero.titan.config"`: TorchTitan merges this
 module's `JobConfig` into its own. TorchTitan reads the field types at run time, so they must not
@@ -79,8 +79,17 @@ class BlockwiseFP8:
 
 
 @dataclass
+class Checkpoint:
+    """What `[checkpoint]` has besides TorchTitan's own keys."""
+
+    key_file: str = ""
+    """File with a secret key. Checkpoints are signed with it, and only those are loaded."""
+
+
+@dataclass
 class JobConfig:
     blockwise_fp8: BlockwiseFP8 = field(default_factory=BlockwiseFP8)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
 def options_of(job_config: Any) -> BlockwiseFP8:

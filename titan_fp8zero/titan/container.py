@@ -27,6 +27,7 @@ class MainParameterOptimizers(OptimizersContainer):
         self.zero1s = [_zero1_of(part) for part in model_parts]
         for zero1, optimizer in zip(self.zero1s, self.optimizers, strict=True):
             zero1.attach(optimizer)
+        self._skipped_before = 0
         self._keep_expert_bias_of_skipped_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,6 +48,13 @@ class MainParameterOptimizers(OptimizersContainer):
         """Steps that all ranks skipped, of the part that skipped most."""
         return max(zero1.skipped_steps for zero1 in self.zero1s)
 
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        """Go on counting from a restored checkpoint's."""
+        for zero1 in self.zero1s:
+            zero1.skipped_steps = count
+        self._skipped_before = count
+
     def _keep_expert_bias_of_skipped_steps(self) -> None:
         """Undo TorchTitan's load balancing in a skipped step, which changes nothing of the model.
 
@@ -61,16 +69,14 @@ class MainParameterOptimizers(OptimizersContainer):
         if not biases:
             return
         kept = [torch.empty_like(bias) for bias in biases]
-        skipped_before = 0
 
         def keep(*args: Any) -> None:
             torch._foreach_copy_(kept, biases)
 
         def restore(*args: Any) -> None:
-            nonlocal skipped_before
-            if self.skipped_steps > skipped_before:
+            if self.skipped_steps > self._skipped_before:
                 torch._foreach_copy_(biases, kept)
-                skipped_before = self.skipped_steps
+                self._skipped_before = self.skipped_steps
 
         self.register_step_pre_hook(keep)
         self.register_step_post_hook(restore)

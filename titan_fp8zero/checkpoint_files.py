@@ -1,0 +1,424 @@
+"""Checkpoint directories that are complete or absent, with a checksum of every file.
+
+DCP writes `step-10` aside, as `unfinished/step-10`. Each rank hashes its file while it writes it;
+when all have written, rank 0 puts the hashes into a sidecar, `checksums.json`, and renames the
+directory. A save that is killed leaves the checkpoints before it as they were, and something in
+`unfinished/` that is no checkpoint, to stock TorchTitan either; if all but the last rename was
+done, `finish_interrupted` does it.
+
+Checksums are SHA-256, for which processors have instructions. The sidecar is sealed: by its own
+hash, or, with a key, by HMAC-SHA256 (RFC 2104), which is checked before a file is unpickled.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+logger = logging.getLogger("titan_fp8zero")
+
+SIDECAR = "checksums.json"
+METADATA = ".metadata"
+UNFINISHED = "unfinished"
+"""Next to the checkpoints. No name that TorchTitan takes for a checkpoint's."""
+MIN_KEY_BYTES = 16
+
+_SEAL = "seal"
+_T = TypeVar("_T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be saved or must not be loaded; all ranks raise the same."""
+
+
+def on_all_ranks(action: Callable[[], _T]) -> _T:
+    """Run on every rank; where it fails on any of them, all raise one CheckpointError.
+
+    A collective over the default process group, if there is one. `action` holds none itself.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+        error = str(raised) if isinstance(raised, CheckpointError | OSError) else repr(raised)
+    errors = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    told = dict.fromkeys(error for error in errors if error is not None)
+    if told:
+        raise CheckpointError("\n".join(told))
+    return result  # type: ignore[return-value]
+
+
+# The sidecar.
+
+
+@dataclass(frozen=True)
+class FileChecksum:
+    """What a file of a checkpoint must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What is known of a checkpoint besides its contents."""
+
+    files: dict[str, FileChecksum]
+    """Every other file of the checkpoint, by name."""
+    notes: dict[str, Any]
+    """Small JSON values that have no place in DCP's state, where stock would miss them."""
+
+    def to_json(self, key: bytes | None) -> str:
+        """Sealed with `key`, if there is one."""
+        content = asdict(self)
+        kind = "sha256" if key is None else "hmac-sha256"
+        content[_SEAL] = {"kind": kind, "hex": _seal(content, key)}
+        return json.dumps(content, indent=1)
+
+
+def read_sidecar(checkpoint: Path, key: bytes | None = None) -> Sidecar | None:
+    """The sidecar of a checkpoint, or None if it has none, as those of stock TorchTitan.
+
+    Raises CheckpointError where it is damaged, or if a key is given and it is not signed with it.
+    """
+    file = checkpoint / SIDECAR
+    if not file.exists():
+        if key is not None:
+            raise CheckpointError(
+                f"{checkpoint} is not signed, it has no {SIDECAR}: load it without a key if you "
+                "trust where it comes from"
+            )
+        return None
+    try:
+        content = json.loads(file.read_bytes())
+        seal = content.pop(_SEAL)
+        files = {name: FileChecksum(**entry) for name, entry in content["files"].items()}
+        sidecar = Sidecar(files, content["notes"])
+        is_signed = {"sha256": False, "hmac-sha256": True}[seal["kind"]]
+        given = seal["hex"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r}") from None
+    if key is not None and not is_signed:
+        raise CheckpointError(f"{checkpoint} is not signed: load it without a key if you trust it")
+    # A signature says nothing to who has no key.
+    if is_signed == (key is not None) and not hmac.compare_digest(given, _seal(content, key)):
+        wrong = "is signed with another key, or was changed" if is_signed else "is damaged"
+        raise CheckpointError(f"{file} {wrong}")
+    return sidecar
+
+
+def _seal(content: dict[str, Any], key: bytes | None) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    if key is None:
+        return hashlib.sha256(canonical).hexdigest()
+    return hmac.digest(key, canonical, "sha256").hex()
+
+
+def read_key(file: str | os.PathLike[str]) -> bytes:
+    """The whole content of a key file. Raises CheckpointError if it is missing or short."""
+    try:
+        key = Path(file).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint key: {error}") from None
+    if len(key) < MIN_KEY_BYTES:
+        raise CheckpointError(
+            f"checkpoint key: {file} has {len(key)} bytes, at least {MIN_KEY_BYTES} random ones "
+            f"are needed, for example from: head -c 32 /dev/urandom > {file}"
+        )
+    return key
+
+
+# Writing.
+
+
+class _HashedStream:
+    """A file that is hashed as it is written, once, from front to end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._sha256 = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        self._bytes += memoryview(data).nbytes
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def checksum(self) -> FileChecksum:
+        return FileChecksum(self._bytes, self._sha256.hexdigest())
+
+
+class _HashingFileSystem(FileSystem):
+    """Remembers the checksum of every file written through it."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, FileChecksum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashedStream(stream)
+            yield hashed
+        self.written[Path(path).name] = hashed.checksum
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class CheckpointWriter(_FileSystemWriter):
+    """A DCP storage writer whose checkpoint is complete or absent, with a sidecar.
+
+    For `dcp.save` and `dcp.async_save`, of threads and of processes. An existing checkpoint in
+    its place is replaced when the new one is complete. (Not a `FileSystemWriter`: those stage
+    asynchronous saves themselves, in another way than DCP's default.)
+
+    Args:
+        checkpoint: the directory to write, on a file system that all ranks share.
+        notes: goes into the sidecar, that of rank 0.
+        key: to sign the sidecar with.
+    """
+
+    _CHECKSUMS = MetadataIndex(SIDECAR)
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        notes: dict[str, Any] | None = None,
+        key: bytes | None = None,
+    ) -> None:
+        self._checkpoint = Path(checkpoint)
+        super().__init__(self._aside)
+        self.fs = self._files = _HashingFileSystem()
+        self._notes = notes or {}
+        self._key = key
+
+    @property
+    def _aside(self) -> Path:
+        return unfinished(self._checkpoint)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike:
+        return self._checkpoint
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        if checkpoint_id:
+            self._checkpoint = Path(checkpoint_id)
+        super().reset(self._aside)
+        self.fs = self._files = _HashingFileSystem()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # rank 0 makes the directory before any rank writes
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._aside.exists():
+            remove_checkpoint(self._aside)
+        self.fs.mkdir(self._aside)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        # Checksums reach rank 0 the way that DCP's own results do.
+        results.append(WriteResult(self._CHECKSUMS, 0, self._files.written))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = {}
+        for of_rank in results:
+            files.update(of_rank.pop().storage_data)
+        super().finish(metadata, results)
+        files[METADATA] = self._files.written[METADATA]
+        _write_durably(self._aside / SIDECAR, Sidecar(files, self._notes).to_json(self._key))
+        _put_in_place(self._aside, self._checkpoint)
+
+
+def unfinished(checkpoint: Path) -> Path:
+    """Where a checkpoint is written."""
+    return checkpoint.parent / UNFINISHED / checkpoint.name
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    aside = path.with_name(f"{path.name}.tmp")
+    with aside.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _put_in_place(aside: Path, checkpoint: Path) -> None:
+    """The last steps of a save: killed before they end, they can be done again."""
+    if checkpoint.exists():
+        remove_checkpoint(checkpoint)
+    aside.rename(checkpoint)
+    _sync_directory(checkpoint.parent)
+    if not any(aside.parent.iterdir()):
+        aside.parent.rmdir()
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a directory; killed at any time, what is left is no checkpoint to anyone."""
+    retire(checkpoint)
+    shutil.rmtree(checkpoint)
+
+
+def retire(checkpoint: Path) -> None:
+    """Make a checkpoint none, in one step, before it is removed."""
+    (checkpoint / METADATA).unlink(missing_ok=True)
+
+
+# Finding.
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoints in a folder."""
+
+    complete: dict[int, Path]
+    """By step."""
+    broken: dict[int, str]
+    """What is wrong with the others, by step."""
+
+
+def find_checkpoints(folder: Path) -> Found:
+    """All `step-N` in a folder: which are complete, without reading their contents."""
+    complete, broken = {}, {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name, _, step = path.name.partition("step-")
+        if name or not step.isdecimal():
+            continue
+        if reason := why_incomplete(path):
+            broken[int(step)] = reason
+        else:
+            complete[int(step)] = path
+    return Found(complete, broken)
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What is missing of a checkpoint, or None: every file is there, in its full size.
+
+    Without a sidecar, as from stock TorchTitan, that is known of DCP's `.metadata` only.
+    """
+    if not (checkpoint / METADATA).is_file():
+        if (checkpoint / "model.safetensors.index.json").is_file():
+            return None
+        return f"{checkpoint} is no complete checkpoint: {METADATA} is missing"
+    try:
+        sidecar = read_sidecar(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    wrong = [_wrong_size(checkpoint / n, c) for n, c in sidecar.files.items()] if sidecar else []
+    return next(filter(None, wrong), None)
+
+
+def finish_interrupted(folder: Path) -> None:
+    """Do what is left of a save into a folder that was killed: its last rename, or clearing it.
+
+    For one rank, while no save runs.
+    """
+    aside_folder = folder / UNFINISHED
+    if not aside_folder.is_dir():
+        return
+    for aside in sorted(aside_folder.iterdir()):
+        checkpoint = folder / aside.name
+        is_written = (aside / SIDECAR).is_file() and why_incomplete(aside) is None
+        if is_written and not (checkpoint.exists() and why_incomplete(checkpoint) is None):
+            logger.warning("finishing %s, whose save was interrupted when all was written", aside)
+            _put_in_place(aside, checkpoint)
+        else:
+            logger.warning("removing %s: its save was interrupted, it is no checkpoint", aside)
+            remove_checkpoint(aside)
+    if aside_folder.exists():
+        aside_folder.rmdir()
+
+
+# Checking.
+
+
+def verify_checkpoint(
+    checkpoint: str | os.PathLike[str], key: bytes | None = None
+) -> Sidecar | None:
+    """Check every file against the sidecar, before any is unpickled. A collective.
+
+    Files are shared out over the ranks. Returns the sidecar, or None where there is none and
+    hence nothing was checked.
+
+    Raises CheckpointError on all ranks, with every file that is missing, of another size or
+    content; with a key, also if there is no signature of this key.
+    """
+    path = Path(checkpoint)
+    sidecar = on_all_ranks(lambda: _read_complete(path, key))
+    if sidecar is None:
+        logger.warning("%s has no checksums (%s): loaded unchecked", path, SIDECAR)
+        return None
+    on_all_ranks(lambda: _check_share(path, sidecar))
+    return sidecar
+
+
+def _read_complete(checkpoint: Path, key: bytes | None) -> Sidecar | None:
+    if not (checkpoint / METADATA).is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds no complete checkpoint: its {METADATA} is missing"
+        )
+    return read_sidecar(checkpoint, key)
+
+
+def _check_share(checkpoint: Path, sidecar: Sidecar) -> None:
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    by_size = sorted(sidecar.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+    wrong = [
+        _wrong_size(checkpoint / name, checksum) or _wrong_content(checkpoint / name, checksum)
+        for name, checksum in by_size[rank::num_ranks]
+    ]
+    if told := "\n".join(filter(None, wrong)):
+        raise CheckpointError(told)
+
+
+def _wrong_size(file: Path, checksum: FileChecksum) -> str | None:
+    if not file.is_file():
+        return f"{file} is missing"
+    size = file.stat().st_size
+    if size != checksum.bytes:
+        return f"{file} is damaged: it has {size} bytes instead of {checksum.bytes}"
+    return None
+
+
+def _wrong_content(file: Path, checksum: FileChecksum) -> str | None:
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != checksum.sha256:
+        return f"{file} is damaged: its SHA-256 is {found} instead of {checksum.sha256}"
+    return None
