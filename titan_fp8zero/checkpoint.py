@@ -258,7 +258,9 @@ class TileBox(_Wrapper):
         if function is aten.slice.Tensor:
             return box._slice(*args[1:4])
         if function is aten.copy_.default:
-            return box._write(args[1])
+            for strip, values in box._strips(args[1].expand(box.shape)):
+                strip._write(values)
+            return box
         raise NotImplementedError(f"{function} of {box}")
 
     def _slice(self, dim: int, start: int, end: int) -> "TileBox":
@@ -267,7 +269,22 @@ class TileBox(_Wrapper):
         size[dim] = end - start
         return TileBox(self._tiles, tuple(offset), tuple(size))
 
-    def _write(self, values: torch.Tensor) -> "TileBox":
+    def _strips(
+        self, values: torch.Tensor, dim: int = 0
+    ) -> Iterator[tuple["TileBox", torch.Tensor]]:
+        """This slice and what goes into it, one row of tiles at a time: little is unfolded then."""
+        if dim == len(self.shape) - 1:
+            yield self, values
+            return
+        edge = BLOCK if dim == len(self.shape) - 2 else 1
+        start = 0
+        while start < self.shape[dim]:
+            end = min(self.shape[dim], start + edge - (self._offset[dim] + start) % edge)
+            part = values.narrow(dim, start, end - start)
+            yield from self._slice(dim, start, end)._strips(part, dim + 1)
+            start = end
+
+    def _write(self, values: torch.Tensor) -> None:
         """Unfold the tiles that the slice touches, change them, and fold them back."""
         touched, within = [], []
         for dim, (start, size) in enumerate(zip(self._offset, self.shape, strict=True)):
@@ -279,7 +296,6 @@ class TileBox(_Wrapper):
         weight = rows.clone(memory_format=torch.contiguous_format).flatten(-2).flatten(-3, -2)
         weight[tuple(within)] = values
         rows.copy_(weight.view(rows.shape))
-        return self
 
 
 def weight_view(weight: Weight, tensor: torch.Tensor) -> WeightView:

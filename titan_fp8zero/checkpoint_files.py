@@ -15,6 +15,7 @@ import hmac
 import json
 import logging
 import os
+import queue
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter, _write_item
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -54,7 +57,7 @@ def on_all_ranks(action: Callable[[], _T]) -> _T:
     try:
         result = action()
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
-        error = str(raised) if isinstance(raised, CheckpointError | OSError) else repr(raised)
+        error = _describe(raised)
     errors = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
@@ -63,6 +66,23 @@ def on_all_ranks(action: Callable[[], _T]) -> _T:
     if told:
         raise CheckpointError("\n".join(told))
     return result  # type: ignore[return-value]
+
+
+@contextmanager
+def told_by_all(what: str) -> Iterator[None]:
+    """DCP's exceptions, which reach all ranks, as a CheckpointError that says what went wrong."""
+    try:
+        yield
+    except CheckpointException as error:
+        ranks: dict[str, list[int]] = {}
+        for rank, (cause, _) in error.failures.items():
+            ranks.setdefault(_describe(cause), []).append(rank)
+        told = "; ".join(f"rank {', '.join(map(str, r))}: {text}" for text, r in ranks.items())
+        raise CheckpointError(f"{what}: {told}") from error
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
 
 
 # The sidecar.
@@ -155,11 +175,21 @@ class _HashedStream:
         self._stream = stream
         self._sha256 = hashlib.sha256()
         self._bytes = 0
+        self.failure: OSError | None = None
+        """Of a write. torch hides it behind an error of its own."""
 
     def write(self, data: Any) -> int:
         self._sha256.update(data)
         self._bytes += memoryview(data).nbytes
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def fileno(self) -> int:
+        self._stream.flush()  # for DCP, which syncs `.metadata` without
+        return self._stream.fileno()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -177,9 +207,16 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashed = _HashedStream(stream)
-            yield hashed
+        hashed: Any = None
+        try:
+            with super().create_stream(path, mode) as stream:
+                hashed = _HashedStream(stream)
+                yield hashed
+        except (OSError, RuntimeError) as error:
+            failure = error if isinstance(error, OSError) else hashed and hashed.failure
+            if not failure:
+                raise
+            raise CheckpointError(f"cannot write {path}: {failure}") from failure
         self.written[Path(path).name] = hashed.checksum
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -244,6 +281,31 @@ class CheckpointWriter(_FileSystemWriter):
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
+
+    def _write_data(
+        self, planner: SavePlanner, file_queue: "queue.Queue[tuple[Any, str, list[WriteItem]]]"
+    ) -> Future[list[WriteResult]]:
+        """One item in memory at a time; DCP's own loop keeps all until the file is written."""
+        results: list[WriteResult] = []
+        while not file_queue.empty():
+            path, name, items = file_queue.get_nowait()
+            with self.fs.create_stream(path, "wb") as stream:
+                for item in items:
+                    results.append(self._write_item(planner, stream, item, name))
+                os.fsync(stream.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def _write_item(
+        self, planner: SavePlanner, stream: Any, item: WriteItem, name: str
+    ) -> WriteResult:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu()
+            if data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()  # torch.save writes whole storages
+        return _write_item(self.transforms, stream, data, item, name, self.serialization_format)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = {}

@@ -1,9 +1,7 @@
 """TorchTitan's checkpoint manager, with checkpoints that are complete or absent, and checked."""
 
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from titan_fp8zero.checkpoint_files import (
     on_all_ranks,
     read_key,
     retire,
+    told_by_all,
     verify_checkpoint,
 )
 from titan_fp8zero.load_planner import StrictLoadPlanner
@@ -69,7 +68,7 @@ class CheckedCheckpointManager(CheckpointManager):
         writer = CheckpointWriter(checkpoint_id, notes, self._key)
         self._saving = checkpoint_id
         saved: Future | AsyncSaveResponse | None = None
-        with _told_by_all(f"checkpoint {checkpoint_id} is not saved"):
+        with told_by_all(f"checkpoint {checkpoint_id} is not saved"):
             if async_mode == AsyncMode.ASYNC:
                 saved = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
             elif async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -89,7 +88,7 @@ class CheckedCheckpointManager(CheckpointManager):
     def _async_wait(self) -> None:
         future, self.save_future = self.save_future, None
         if future is not None:
-            with _told_by_all(f"checkpoint {self._saving} is not saved"):
+            with told_by_all(f"checkpoint {self._saving} is not saved"):
                 future.result()
 
     def close(self) -> None:
@@ -159,23 +158,9 @@ class CheckedCheckpointManager(CheckpointManager):
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         sidecar = verify_checkpoint(checkpoint_id, self._key)
         planner = StrictLoadPlanner(not_model=self.states.keys() - {MODEL})
-        with _told_by_all(f"checkpoint {checkpoint_id} cannot be loaded"):
+        with told_by_all(f"checkpoint {checkpoint_id} cannot be loaded"):
             dcp.load(state_dict, checkpoint_id=checkpoint_id, planner=planner)
         self.states[MODEL].load_state_dict(state_dict)
         if OPTIMIZER in state_dict:
             notes = sidecar.notes if sidecar else {}
             self.states[OPTIMIZER].skipped_steps = notes.get(_SKIPPED_STEPS, 0)
-
-
-@contextmanager
-def _told_by_all(what: str) -> Iterator[None]:
-    """DCP's exceptions, which reach all ranks, as a CheckpointError that says what went wrong."""
-    try:
-        yield
-    except dcp.CheckpointException as error:
-        causes: dict[str, list[int]] = {}
-        for rank, (cause, _) in error.failures.items():
-            text = str(cause) if isinstance(cause, CheckpointError | OSError) else repr(cause)
-            causes.setdefault(text, []).append(rank)
-        told = "; ".join(f"rank {', '.join(map(str, r))}: {text}" for text, r in causes.items())
-        raise CheckpointError(f"{what}: {told}") from error
