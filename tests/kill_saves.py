@@ -39,7 +39,7 @@ from titan_fp8zero.titan.checkpoint_manager import CheckedCheckpointManager  # n
 from titan_fp8zero.titan.container import MainParameterOptimizers  # noqa: E402
 
 RANKS = 2
-SECONDS_OF_SAVES = 0.4
+SECONDS_OF_SAVES = 0.3
 """Within which the kill comes: a few saves."""
 KEPT = 2
 ASYNC_MODES = ("disabled", "async")

@@ -24,6 +24,7 @@ from titan_fp8zero.checkpoint_files import (
     MIN_KEY_BYTES,
     SIDECAR,
     CheckpointError,
+    CheckpointReader,
     CheckpointWriter,
     find_checkpoints,
     finish_interrupted,
@@ -390,7 +391,8 @@ def measure_memory(folder: str, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
     def load() -> None:
         verify_checkpoint(folder)
-        dcp.load(state, checkpoint_id=folder, planner=StrictLoadPlanner({"optimizer"}))
+        planner = StrictLoadPlanner({"optimizer"})
+        dcp.load(state, storage_reader=CheckpointReader(folder), planner=planner)
 
     save()
     load()  # what stays: caches, imports

@@ -26,9 +26,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter, _write_item
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    _FileSystemWriter,
+    _write_item,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -315,6 +326,17 @@ class CheckpointWriter(_FileSystemWriter):
         files[METADATA] = self._files.written[METADATA]
         _write_durably(self._aside / SIDECAR, Sidecar(files, self._notes).to_json(self._key))
         _put_in_place(self._aside, self._checkpoint)
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader, with one stored box in memory at a time; DCP keeps the one before, too."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            super().read_data(LoadPlan([item]), planner).wait()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def unfinished(checkpoint: Path) -> Path:

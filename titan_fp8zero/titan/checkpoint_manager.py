@@ -15,6 +15,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from titan_fp8zero.checkpoint_files import (
     CheckpointError,
+    CheckpointReader,
     CheckpointWriter,
     find_checkpoints,
     finish_interrupted,
@@ -159,7 +160,7 @@ class CheckedCheckpointManager(CheckpointManager):
         sidecar = verify_checkpoint(checkpoint_id, self._key)
         planner = StrictLoadPlanner(not_model=self.states.keys() - {MODEL})
         with told_by_all(f"checkpoint {checkpoint_id} cannot be loaded"):
-            dcp.load(state_dict, checkpoint_id=checkpoint_id, planner=planner)
+            dcp.load(state_dict, storage_reader=CheckpointReader(checkpoint_id), planner=planner)
         self.states[MODEL].load_state_dict(state_dict)
         if OPTIMIZER in state_dict:
             notes = sidecar.notes if sidecar else {}
