@@ -21,22 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 import torchtitan_patches
 
 torchtitan_patches.apply(torchtitan_patches.CPU_PATCHES)
 
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
-from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
-from torchtitan.config import Checkpoint, LRScheduler  # noqa: E402
+from managed_job import Job  # noqa: E402
 
-import titan_fp8zero.titan  # noqa: E402, F401
-from titan_fp8zero import BlockwiseAdamW, BlockwiseFP8Linear, shard_zero1  # noqa: E402
 from titan_fp8zero.checkpoint_files import SIDECAR, UNFINISHED, find_checkpoints  # noqa: E402
-from titan_fp8zero.main_parameter import local_tensor  # noqa: E402
-from titan_fp8zero.titan.checkpoint_manager import CheckedCheckpointManager  # noqa: E402
-from titan_fp8zero.titan.container import MainParameterOptimizers  # noqa: E402
 
 RANKS = 2
 SECONDS_OF_SAVES = 0.3
@@ -45,73 +37,12 @@ KEPT = 2
 ASYNC_MODES = ("disabled", "async")
 
 
-class TrainState:
-    def __init__(self) -> None:
-        self.step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
-
-
-class Job:
-    """A model whose every number says in which step it was saved."""
-
-    def __init__(self, folder: str, async_mode: str) -> None:
-        model = nn.Sequential(BlockwiseFP8Linear(300, 400), nn.LayerNorm(400), nn.Linear(400, 70))
-        shard_zero1(model, dist.init_device_mesh("cpu", (RANKS,)), compute_dtype=torch.float32)
-        self.optimizers = MainParameterOptimizers([model], BlockwiseAdamW, {"lr": 1.0})
-        self.train_state = TrainState()
-        self.optimizers.state_dict()
-        self.manager = CheckpointManager(
-            dataloader=None,
-            model_parts=[model],
-            optimizers=self.optimizers,
-            lr_schedulers=build_lr_schedulers(self.optimizers, LRScheduler(), 10**6),
-            states={"train_state": self.train_state},
-            checkpoint_config=Checkpoint(
-                enable=True, interval=1, keep_latest_k=KEPT, async_mode=async_mode
-            ),
-            sd_adapter=None,
-            base_folder=folder,
-        )
-        assert type(self.manager) is CheckedCheckpointManager
-
-    def numbers(self) -> list[torch.Tensor]:
-        (optimizer,) = self.optimizers
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-        return [local_tensor(tensor) for tensor in [*parameters, *states]]
-
-    def load(self) -> int:
-        """The step that was loaded, 0 for none; ValueError where not all is of that step."""
-        is_loaded = self.manager.load()
-        step = self.train_state.step
-        if is_loaded:
-            found = {number for tensor in self.numbers() for number in tensor.unique().tolist()}
-            if found - {0.0} != {float(step)} or self.optimizers.skipped_steps != step:
-                raise ValueError(f"step {step} has numbers of steps {sorted(found)}")
-        return step
-
-    def save_next(self) -> int:
-        """Returns the latest step that is known to be saved."""
-        self.train_state.step += 1
-        step = self.train_state.step
-        for tensor in self.numbers():
-            tensor.fill_(step)
-        self.optimizers.skipped_steps = step
-        self.manager.save(step)
-        return step if self.manager.save_future is None else step - 1
-
-
 def run_rank(rank: int, folder: str, store: str, async_mode: str, told: Connection) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     try:
-        job = Job(folder, async_mode)
+        job = Job(folder, keep_latest_k=KEPT, async_mode=async_mode)
         told.send(job.load())
         while True:
             told.send(job.save_next())

@@ -49,6 +49,7 @@ from titan_fp8zero.checkpoint import (
     load_optimizer_state_dict,
     optimizer_state_dict,
 )
+from titan_fp8zero.checkpoint_files import read_sidecar, unfinished, verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,6 +100,7 @@ SHARDINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 param": (2, {"strategy": "param"}),
     "3 small buckets": (3, {"bucket_bytes": 1 << 18}),
     "2x2": (4, {}),
+    "8": (8, {"bucket_bytes": 1 << 18}),
 }
 
 
@@ -187,6 +189,7 @@ def saved_by(tmp_path_factory):
         ("2x2", "3", False, "sgd"),
         ("4", "2", False, "foreach"),
         ("2 param", "3", False, "blockwise_foreach"),
+        ("8", "3 small buckets", False, "blockwise_foreach"),  # most own only padding of some
         ("3 pooled", "1", False, "foreach"),
         # The fused kernel of CPUs rounds the last elements of a shard in its own way.
         ("2", "2", False, "fused"),
@@ -564,6 +567,16 @@ def test_trainer_resumes_from_an_asynchronous_save_to_the_bit(trained):
     assert runs["resumed"]["step"] == 4
     assert runs["resumed"]["compute_weights"] == runs["straight"]["compute_weights"]
     assert not differing(stored(trained, "resumed", 4), stored(trained, "straight", 4))
+
+
+@pytest.mark.multirank
+def test_trainer_writes_checksums_whatever_the_kind_of_save(trained):
+    saves = {"straight": 2, "moe": 2, "seeded": 0, "resumed": 4}  # asynchronous and not
+    for name, step in saves.items():
+        checkpoint = trained / name / "checkpoint" / f"step-{step}"
+        assert verify_checkpoint(checkpoint).notes == {"skipped_steps": 0}
+        assert not unfinished(checkpoint).parent.exists()
+    assert read_sidecar(trained / "stock" / "checkpoint" / "step-2") is None
 
 
 @pytest.mark.multirank

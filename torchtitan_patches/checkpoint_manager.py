@@ -2,7 +2,8 @@
 
 The trainer makes its `CheckpointManager` by that name, which it has imported before any plug-in of
 ours; and the manager passes DCP no storage writer. `CheckpointManager(...)` therefore gives an
-instance of our subclass where the optimizers are of main parameters.
+instance of our subclass where the optimizers are of main parameters, where the checkpoint is a seed
+for such (a single process shards nothing), and where checkpoints are to be signed.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
 
 
 def apply() -> None:
-    """Replaces `CheckpointManager.__new__`; all other optimizers get the stock manager."""
+    """Replaces `CheckpointManager.__new__`; all other runs get the stock manager."""
     from torchtitan.components.checkpoint import CheckpointManager
 
     from titan_fp8zero.titan.checkpoint_manager import CheckedCheckpointManager
@@ -53,9 +54,13 @@ def apply() -> None:
         refuse(NAME, "CheckpointManager has a __new__ of its own")
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointManager and isinstance(
-            kwargs.get("optimizers"), MainParameterOptimizers
-        ):
+        config = kwargs.get("checkpoint_config")
+        is_ours = (
+            isinstance(kwargs.get("optimizers"), MainParameterOptimizers)
+            or getattr(config, "create_seed_checkpoint", False)
+            or getattr(config, "key_file", "")
+        )
+        if cls is CheckpointManager and is_ours:
             cls = CheckedCheckpointManager
         return object.__new__(cls)
 

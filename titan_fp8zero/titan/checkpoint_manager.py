@@ -65,7 +65,8 @@ class CheckedCheckpointManager(CheckpointManager):
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        notes = {_SKIPPED_STEPS: self.states[OPTIMIZER].skipped_steps}
+        # Optimizers of other than main parameters skip nothing.
+        notes = {_SKIPPED_STEPS: getattr(self.states[OPTIMIZER], _SKIPPED_STEPS, 0)}
         writer = CheckpointWriter(checkpoint_id, notes, self._key)
         self._saving = checkpoint_id
         saved: Future | AsyncSaveResponse | None = None
@@ -156,6 +157,11 @@ class CheckedCheckpointManager(CheckpointManager):
     ) -> None:
         """As stock, after checking the files, and then all entries."""
         if from_hf:
+            if self._key is not None:
+                raise CheckpointError(
+                    f"{checkpoint_id} is not signed, as all Hugging Face checkpoints: load it "
+                    "without [checkpoint] key_file if you trust where it comes from"
+                )
             return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         sidecar = verify_checkpoint(checkpoint_id, self._key)
         planner = StrictLoadPlanner(not_model=self.states.keys() - {MODEL})
