@@ -331,6 +331,36 @@ def test_a_cast_checkpoint_gives_weights_to_start_from_but_resumes_nothing(tmp_p
         dcp.load(state, checkpoint_id=tmp_path / "step-1", planner=planner, no_dist=True)
 
 
+def test_main_values_and_moments_are_stored_in_fp32_under_bf16_compute(tmp_path):
+    model = GivenGradients(SHAPES)
+    _, optimizer = shard(model, None, compute_dtype=torch.bfloat16)
+    gradients = {name: torch.full(shape, 1e-3) for name, shape in SHAPES.items()}
+    model(gradients).backward()
+    optimizer.step()
+    state = {**model.state_dict(), "optimizer": optimizer_state_dict(model, optimizer)}
+    dcp.save(state, storage_writer=CheckpointWriter(tmp_path / "step-1"))
+    stored = CheckpointReader(tmp_path / "step-1").read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in stored.items() if hasattr(entry, "properties")}
+    assert tensors.keys() == {
+        *(f"weights.{name}.weight" for name in SHAPES),
+        *(
+            f"optimizer.state.weights.{name}.weight.{part}"
+            for name in SHAPES
+            for part in ("exp_avg", "exp_avg_sq", "step")
+        ),
+    }
+    assert {entry.properties.dtype for entry in tensors.values()} == {torch.float32}
+    saved, (loaded, other, state) = everything(model, optimizer), state_of_a_model()
+    dcp.load(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    load_optimizer_state_dict(loaded, other, state["optimizer"])
+    restored = everything(loaded, other)
+    fp32 = {name for name in saved if not name.endswith((".codes", ".scale_inv", ".values"))}
+    assert not differing({n: saved[n] for n in fp32}, {n: restored[n] for n in fp32})
+    assert not torch.equal(
+        *(saved["weights.wide.weight.main"].to(d).float() for d in (torch.float32, torch.bfloat16))
+    )
+
+
 # State of weights without an update.
 
 

@@ -10,9 +10,10 @@ import torchtitan.models.llama3.infra.parallelize as llama3
 import torchtitan.models.llama4.infra.parallelize as llama4
 import torchtitan.models.moe.kernels as kernels
 from torch.distributed.fsdp import fully_shard
+from torchtitan.components.checkpoint import CheckpointManager
 
 import torchtitan_patches
-from torchtitan_patches import guard
+from torchtitan_patches import checkpoint_manager, guard
 
 ROOT = Path(__file__).parents[1]
 
@@ -147,3 +148,11 @@ def test_histc_patch_refuses_where_torch_counts_integers_itself(monkeypatch):
     monkeypatch.setattr(torch, "histc", lambda *args, **kwargs: torch.zeros(2))
     with pytest.raises(RuntimeError, match="by itself now"):
         cpu_histc.apply()
+
+
+@pytest.mark.parametrize("name", checkpoint_manager.OVERRIDDEN)
+def test_checkpoint_manager_refuses_where_what_it_overrides_has_changed(monkeypatch, name):
+    monkeypatch.setattr(CheckpointManager, "__new__", object.__new__)
+    monkeypatch.setattr(CheckpointManager, name, lambda self, other: None)
+    with pytest.raises(RuntimeError, match=rf"checkpoint_manager refuses.*{name} takes"):
+        checkpoint_manager.apply()

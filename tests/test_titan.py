@@ -153,6 +153,13 @@ def test_what_does_not_work_is_refused_by_name(
         refuse_unsupported(job_config("llama3", *overrides), dims(**degrees))
 
 
+def test_pinned_asynchronous_saves_are_refused_without_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pinned = ("--checkpoint.enable", "--checkpoint.async_mode", "async_with_pinned_mem")
+    with pytest.raises(ValueError, match=r'\[checkpoint\] async_mode .* Set it to "async"'):
+        refuse_unsupported(job_config("llama3", *pinned), dims())
+
+
 @pytest.mark.parametrize(
     "degrees", [{}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4, "cp": 2}]
 )

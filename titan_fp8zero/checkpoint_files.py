@@ -468,7 +468,12 @@ def verify_checkpoint(
     if sidecar is None:
         logger.warning("%s has no checksums (%s): loaded unchecked", path, SIDECAR)
         return None
-    on_all_ranks(lambda: _check_share(path, sidecar))
+    try:
+        on_all_ranks(lambda: _check_share(path, sidecar))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} is not loaded. Remove it to go on from another checkpoint:\n{error}"
+        ) from None
     return sidecar
 
 

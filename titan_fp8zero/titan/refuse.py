@@ -1,5 +1,6 @@
 """What blockwise FP8 ZeRO-1 does not do, refused by name before training starts."""
 
+import torch
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
@@ -49,6 +50,15 @@ def refuse_unsupported(job_config: JobConfig, parallel_dims: ParallelDims) -> No
             "it may split backward in two. Remove it and name a schedule",
         ),
     ]
+    reasons.append(
+        (
+            job_config.checkpoint.enable
+            and job_config.checkpoint.async_mode == "async_with_pinned_mem"
+            and not torch.cuda.is_available(),
+            '[checkpoint] async_mode = "async_with_pinned_mem"',
+            'memory is pinned for GPUs, and there is none. Set it to "async"',
+        )
+    )
     reasons += [
         (
             job_config.checkpoint.enable and getattr(job_config.checkpoint, key),
