@@ -1,6 +1,7 @@
 """A small model under TorchTitan's own checkpoint manager, without the rest of a trainer."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ import titan_fp8zero.titan  # noqa: F401  applies the patch of the manager
 from titan_fp8zero import BlockwiseAdamW, BlockwiseFP8Linear, shard_zero1
 from titan_fp8zero.main_parameter import local_tensor
 from titan_fp8zero.titan.container import MainParameterOptimizers
+
+
+@cache
+def default_options() -> Any:
+    """`[checkpoint]` of a config that is merged with ours."""
+    module = ["--job.custom_config_module", "titan_fp8zero.titan.config"]
+    return ConfigManager().parse_args(module).checkpoint
 
 
 class Position:
@@ -51,11 +59,6 @@ class Job:
         self.optimizers = MainParameterOptimizers([model], BlockwiseAdamW, {"lr": 1.0})
         self.optimizers.state_dict()  # makes the state of the optimizer
         self.train_state = Position(step=0)
-        config = (
-            ConfigManager()
-            .parse_args(["--job.custom_config_module", "titan_fp8zero.titan.config"])
-            .checkpoint
-        )
         options = {"enable": True, "interval": 1, "keep_latest_k": 0, **checkpoint}
         self.manager = CheckpointManager(
             dataloader=dataloader,
@@ -63,7 +66,7 @@ class Job:
             optimizers=self.optimizers,
             lr_schedulers=build_lr_schedulers(self.optimizers, LRScheduler(), 10**6),
             states={"train_state": self.train_state},
-            checkpoint_config=replace(config, **options),
+            checkpoint_config=replace(default_options(), **options),
             sd_adapter=None,
             base_folder=str(folder),
         )

@@ -107,16 +107,16 @@ def test_a_flipped_bit_in_the_latest_is_an_error_not_a_step_back(tmp_path, folde
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_purging_counts_complete_checkpoints_only(tmp_path, folder, async_mode):
     job = Job(tmp_path, keep_latest_k=2, async_mode=async_mode)
-    for step in range(1, 6):
+    for step in range(1, 7):
         job.save_next()
         job.manager._async_wait()
-        if step in (3, 4):
+        if step in (1, 4, 5):
             truncate(folder / f"step-{step}")
     job.manager._purge_stale_checkpoints()
     job.manager.close()
     found = find_checkpoints(folder)
-    assert found.complete.keys() == {2, 5} and found.broken.keys() == {3, 4}
-    assert Job(tmp_path).load() == 5
+    assert found.complete.keys() == {3, 6} and found.broken.keys() == {4, 5}
+    assert Job(tmp_path).load() == 6
 
 
 def test_a_killed_first_save_leaves_the_initial_checkpoint_in_force(tmp_path, folder):

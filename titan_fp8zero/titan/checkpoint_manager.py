@@ -43,7 +43,7 @@ class CheckedCheckpointManager(CheckpointManager):
     """
 
     def __init__(self, *, checkpoint_config: Any, optimizers: Any, **stock: Any) -> None:
-        self.enable = False  # until all is set up: a failed __init__ is closed too
+        self.enable, self.save_future = False, None  # a failed __init__ is closed too
         key_file = getattr(checkpoint_config, "key_file", "")
         self._key = on_all_ranks(lambda: read_key(key_file) if key_file else None)
         self._saving = ""
@@ -104,9 +104,11 @@ class CheckedCheckpointManager(CheckpointManager):
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
         found = find_checkpoints(Path(self.folder))
-        kept = sorted(found.complete)[-self.keep_latest_k :]
+        if len(found.complete) <= self.keep_latest_k:
+            return
+        first_kept = sorted(found.complete)[-self.keep_latest_k]
         for step in sorted({*found.complete, *found.broken}):
-            if step < kept[0]:
+            if step < first_kept:
                 path = self._create_checkpoint_id(step)
                 retire(Path(path))
                 self.purge_queue.put(path)
