@@ -26,7 +26,7 @@ import torchtitan_patches
 
 torchtitan_patches.apply(torchtitan_patches.CPU_PATCHES)
 
-from managed_job import Job  # noqa: E402
+from managed_job import Job, default_options  # noqa: E402
 
 from titan_fp8zero.checkpoint_files import SIDECAR, UNFINISHED, find_checkpoints  # noqa: E402
 
@@ -84,6 +84,7 @@ def killed_job(folder: Path, async_mode: str, delay: float) -> list[Any]:
 
 def main(count: int, seed: int) -> dict[str, Any]:
     chance = random.Random(seed)
+    default_options()  # once, before processes fork
     found: Counter[str] = Counter()
     lost, half_loaded = [], []
     with tempfile.TemporaryDirectory(prefix="kill-saves-") as folder:
