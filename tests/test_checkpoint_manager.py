@@ -1,7 +1,6 @@
 """TorchTitan's checkpoint manager over main parameters: which checkpoint, what is kept, what is
 restored, what is refused. One process; killed saves are in `kill_saves.py`."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,10 +74,7 @@ def test_the_manager_is_ours_for_main_parameters_seeds_and_keys(tmp_path):
         assert isinstance(manager, CheckedCheckpointManager) == ours
 
 
-def test_the_latest_is_the_latest_complete_one_and_broken_ones_are_named(
-    tmp_path, folder, caplog, monkeypatch
-):
-    monkeypatch.setattr(logging.getLogger("torchtitan.tools.logging"), "propagate", True)
+def test_the_latest_is_the_latest_complete_one_and_broken_ones_are_named(tmp_path, folder, caplog):
     saved(tmp_path, 3)
     file = truncate(folder / "step-3")
     assert Job(tmp_path).load() == 2

@@ -276,6 +276,11 @@ class CheckpointWriter(_FileSystemWriter):
         super().reset(self._aside)
         self.fs = self._files = _HashingFileSystem()
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError("rank 0 completes a checkpoint: save with use_collectives=True")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # rank 0 makes the directory before any rank writes
 
