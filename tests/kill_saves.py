@@ -28,7 +28,8 @@ torchtitan_patches.apply(torchtitan_patches.CPU_PATCHES)
 
 from managed_job import Job, default_options  # noqa: E402
 
-from titan_fp8zero.checkpoint_files import SIDECAR, UNFINISHED, find_checkpoints  # noqa: E402
+from titan_fp8zero.checkpoint_files import UNFINISHED, find_checkpoints  # noqa: E402
+from titan_fp8zero.sidecar import SIDECAR  # noqa: E402
 
 RANKS = 2
 SECONDS_OF_SAVES = 0.3

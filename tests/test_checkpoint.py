@@ -49,7 +49,8 @@ from titan_fp8zero.checkpoint import (
     load_optimizer_state_dict,
     optimizer_state_dict,
 )
-from titan_fp8zero.checkpoint_files import read_sidecar, unfinished, verify_checkpoint
+from titan_fp8zero.checkpoint_files import unfinished, verify_checkpoint
+from titan_fp8zero.sidecar import read_sidecar
 
 ROOT = Path(__file__).parents[1]
 

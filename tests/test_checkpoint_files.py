@@ -20,22 +20,18 @@ from models import GivenGradients, differing, everything, shard
 from ranks import run_ranks
 
 from titan_fp8zero.checkpoint import load_optimizer_state_dict, optimizer_state_dict
+from titan_fp8zero.checkpoint_errors import CheckpointError, told_by_all
 from titan_fp8zero.checkpoint_files import (
-    MIN_KEY_BYTES,
-    SIDECAR,
-    CheckpointError,
     CheckpointReader,
     CheckpointWriter,
     find_checkpoints,
     finish_interrupted,
-    read_key,
-    read_sidecar,
-    told_by_all,
     unfinished,
     verify_checkpoint,
     why_incomplete,
 )
 from titan_fp8zero.load_planner import StrictLoadPlanner
+from titan_fp8zero.sidecar import MIN_KEY_BYTES, SIDECAR, read_key, read_sidecar
 
 SHAPES = {"wide": (200, 300), "norm": (97,)}
 KEY, OTHER_KEY = b"k" * MIN_KEY_BYTES, b"o" * MIN_KEY_BYTES

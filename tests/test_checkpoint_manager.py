@@ -12,15 +12,14 @@ from managed_job import Job, Position
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import Checkpoint
 
+from titan_fp8zero.checkpoint_errors import CheckpointError
 from titan_fp8zero.checkpoint_files import (
-    SIDECAR,
     UNFINISHED,
-    CheckpointError,
     find_checkpoints,
-    read_sidecar,
     unfinished,
     verify_checkpoint,
 )
+from titan_fp8zero.sidecar import SIDECAR, read_sidecar
 from titan_fp8zero.titan.checkpoint_manager import CheckedCheckpointManager
 
 

@@ -5,27 +5,21 @@ when all have written, rank 0 puts the hashes into a sidecar, `checksums.json`, 
 directory. A save that is killed leaves the checkpoints before it as they were, and something in
 `unfinished/` that is no checkpoint, to stock TorchTitan either; if all but the last rename was
 done, `finish_interrupted` does it.
-
-Checksums are SHA-256, for which processors have instructions. The sidecar is sealed: by its own
-hash, or, with a key, by HMAC-SHA256 (RFC 2104), which is checked before a file is unpickled.
 """
 
 import hashlib
-import hmac
-import json
 import logging
 import os
 import queue
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -43,137 +37,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from titan_fp8zero.checkpoint_errors import CheckpointError, on_all_ranks
+from titan_fp8zero.sidecar import SIDECAR, FileChecksum, Sidecar, read_sidecar
+
 logger = logging.getLogger("titan_fp8zero")
 
-SIDECAR = "checksums.json"
 METADATA = ".metadata"
 UNFINISHED = "unfinished"
 """Next to the checkpoints. No name that TorchTitan takes for a checkpoint's."""
-MIN_KEY_BYTES = 16
-
-_SEAL = "seal"
-_T = TypeVar("_T")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be saved or must not be loaded; all ranks raise the same."""
-
-
-def on_all_ranks(action: Callable[[], _T]) -> _T:
-    """Run on every rank; where it fails on any of them, all raise one CheckpointError.
-
-    A collective over the default process group, if there is one. `action` holds none itself.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
-        error = _describe(raised)
-    errors = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    told = dict.fromkeys(error for error in errors if error is not None)
-    if told:
-        raise CheckpointError("\n".join(told))
-    return result  # type: ignore[return-value]
-
-
-@contextmanager
-def told_by_all(what: str) -> Iterator[None]:
-    """DCP's exceptions, which reach all ranks, as a CheckpointError that says what went wrong."""
-    try:
-        yield
-    except CheckpointException as error:
-        ranks: dict[str, list[int]] = {}
-        for rank, (cause, _) in error.failures.items():
-            ranks.setdefault(_describe(cause), []).append(rank)
-        told = "; ".join(f"rank {', '.join(map(str, r))}: {text}" for text, r in ranks.items())
-        raise CheckpointError(f"{what}: {told}") from error
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
-
-
-# The sidecar.
-
-
-@dataclass(frozen=True)
-class FileChecksum:
-    """What a file of a checkpoint must be."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Sidecar:
-    """What is known of a checkpoint besides its contents."""
-
-    files: dict[str, FileChecksum]
-    """Every other file of the checkpoint, by name."""
-    notes: dict[str, Any]
-    """Small JSON values that have no place in DCP's state, where stock would miss them."""
-
-    def to_json(self, key: bytes | None) -> str:
-        """Sealed with `key`, if there is one."""
-        content = asdict(self)
-        kind = "sha256" if key is None else "hmac-sha256"
-        content[_SEAL] = {"kind": kind, "hex": _seal(content, key)}
-        return json.dumps(content, indent=1)
-
-
-def read_sidecar(checkpoint: Path, key: bytes | None = None) -> Sidecar | None:
-    """The sidecar of a checkpoint, or None if it has none, as those of stock TorchTitan.
-
-    Raises CheckpointError where it is damaged, or if a key is given and it is not signed with it.
-    """
-    file = checkpoint / SIDECAR
-    if not file.exists():
-        if key is not None:
-            raise CheckpointError(
-                f"{checkpoint} is not signed, it has no {SIDECAR}: load it without a key if you "
-                "trust where it comes from"
-            )
-        return None
-    try:
-        content = json.loads(file.read_bytes())
-        seal = content.pop(_SEAL)
-        files = {name: FileChecksum(**entry) for name, entry in content["files"].items()}
-        sidecar = Sidecar(files, content["notes"])
-        is_signed = {"sha256": False, "hmac-sha256": True}[seal["kind"]]
-        given = seal["hex"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}") from None
-    if key is not None and not is_signed:
-        raise CheckpointError(f"{checkpoint} is not signed: load it without a key if you trust it")
-    # A signature says nothing to who has no key.
-    if is_signed == (key is not None) and not hmac.compare_digest(given, _seal(content, key)):
-        wrong = "is signed with another key, or was changed" if is_signed else "is damaged"
-        raise CheckpointError(f"{file} {wrong}")
-    return sidecar
-
-
-def _seal(content: dict[str, Any], key: bytes | None) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    if key is None:
-        return hashlib.sha256(canonical).hexdigest()
-    return hmac.digest(key, canonical, "sha256").hex()
-
-
-def read_key(file: str | os.PathLike[str]) -> bytes:
-    """The whole content of a key file. Raises CheckpointError if it is missing or short."""
-    try:
-        key = Path(file).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"checkpoint key: {error}") from None
-    if len(key) < MIN_KEY_BYTES:
-        raise CheckpointError(
-            f"checkpoint key: {file} has {len(key)} bytes, at least {MIN_KEY_BYTES} random ones "
-            f"are needed, for example from: head -c 32 /dev/urandom > {file}"
-        )
-    return key
 
 
 # Writing.

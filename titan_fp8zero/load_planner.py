@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from titan_fp8zero.checkpoint_files import CheckpointError
+from titan_fp8zero.checkpoint_errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ from torchtitan.components.checkpoint import MODEL, OPTIMIZER, AsyncMode, Checkp
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from titan_fp8zero.checkpoint_errors import CheckpointError, on_all_ranks, told_by_all
 from titan_fp8zero.checkpoint_files import (
-    CheckpointError,
     CheckpointReader,
     CheckpointWriter,
     find_checkpoints,
     finish_interrupted,
-    on_all_ranks,
-    read_key,
     retire,
-    told_by_all,
     verify_checkpoint,
 )
 from titan_fp8zero.load_planner import StrictLoadPlanner
+from titan_fp8zero.sidecar import read_key
 
 _SKIPPED_STEPS = "skipped_steps"
 
