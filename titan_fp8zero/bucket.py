@@ -11,12 +11,14 @@ rank's row and one collective serves the whole bucket:
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_fp8zero.blocks import BLOCK, TILE_NUMEL, ScaleFormat, quantize_tiles
 from titan_fp8zero.layout import BucketLayout, MainLayout, Member
+from titan_fp8zero.lost_ranks import lost_ranks
 from titan_fp8zero.placement import BlockShard
 from titan_fp8zero.ring import GradientRing
 
@@ -266,8 +268,11 @@ class Bucket:
             return tensor.wait()
         except RuntimeError as error:
             first, last = self.layout.members[0].weight.fqn, self.layout.members[-1].weight.fqn
+            mesh = self.mesh.replicate if collective == "all-reduce" else self.mesh.shard
+            assert mesh is not None
+            lost = lost_ranks(mesh.get_group())
             raise RuntimeError(
                 f"the {collective} of the bucket from {first} to {last} failed on rank "
-                f"{self.mesh.rank} of {self.mesh.num_ranks}: another rank has died, or does not "
+                f"{dist.get_rank()}: {f'ranks {lost}' if lost else 'another rank'} died or did not "
                 f"take part ({error})"
             ) from error
