@@ -10,10 +10,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from titan_fp8zero.bench.train import bench_train
 from titan_fp8zero.compare import compare, print_comparison
 from titan_fp8zero.job import BadInput, load_job, load_planned_job
 from titan_fp8zero.layout import STRATEGIES
-from titan_fp8zero.spawn import RanksFailed
+from titan_fp8zero.spawn import RanksFailed, run_on_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,6 +155,40 @@ def _plan(args: argparse.Namespace) -> None:
     run_plan(job, args.strategy, bandwidths, json_file=args.json, image=args.png)
 
 
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("bench", help="measure speed and memory on this machine")
+    benchmarks = parser.add_subparsers(metavar="BENCHMARK", required=True)
+
+    step = benchmarks.add_parser(
+        "step",
+        allow_abbrev=False,
+        help="the ZeRO-1 step of a config's model, phase by phase, with FP8 and without",
+    )
+    step.add_argument("config", metavar="CONFIG", type=Path, help="the TOML config")
+    _add_nproc(step)
+    step.set_defaults(run=_bench_step, takes_overrides=True)
+
+    train = benchmarks.add_parser(
+        "train", allow_abbrev=False, help="tokens/s and peak memory of configs"
+    )
+    train.add_argument("configs", metavar="CONFIG", type=Path, nargs="+")
+    train.add_argument("--steps", type=_positive, metavar="N", default=20)
+    _add_nproc(train)
+    train.add_argument("--out", type=Path, metavar="DIR", default=Path("outputs/bench"))
+    train.set_defaults(run=_bench_train, takes_overrides=True)
+
+
+def _bench_step(args: argparse.Namespace) -> None:
+    job = load_job(args.config, args.overrides, args.nproc)
+    arguments = ["--job.config_file", str(args.config), *args.overrides]
+    run_on_ranks("titan_fp8zero.bench.step", arguments, job.nproc, shown_ranks={0})
+
+
+def _bench_train(args: argparse.Namespace) -> None:
+    bench_train(args.configs, args.overrides, args.steps, args.nproc, args.out)
+    print(f"written to {args.out}: train.json, train.png")
+
+
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs, or 2 on a CPU)"
@@ -177,7 +212,7 @@ def _positive_number(text: str) -> float:
     return number
 
 
-COMMANDS = (_add_train, _add_compare, _add_plan)
+COMMANDS = (_add_bench, _add_train, _add_compare, _add_plan)
 
 if __name__ == "__main__":
     sys.exit(main())

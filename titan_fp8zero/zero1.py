@@ -48,6 +48,7 @@ class Zero1:
         backwards_per_step: int,
         overlap: bool,
     ) -> None:
+        self.backwards_per_step = backwards_per_step
         self.skipped_steps = 0
         """Steps that all ranks skipped because the gradient norm was not finite."""
         self._weights = weights
@@ -95,6 +96,11 @@ class Zero1:
     def main_parameters(self) -> list[nn.Parameter]:
         """The registered main parameters, frozen ones too."""
         return [main.parameter for main in self._mains()]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Where autograd delivers the gradients of trainable weights: gradient carriers, and
+        high-precision compute weights."""
+        return [weight.leaf for weight in self._weights if weight.trainable]
 
     def weights_with_local_blocks(self) -> list[str]:
         """FQNs of FP8 weights whose blocks depend on the tensor-parallel mesh: their shards are no

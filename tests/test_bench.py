@@ -1,0 +1,74 @@
+"""Benchmarks: what they print and write. How fast things are is for them to say, not for tests."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_fp8zero.bench.measure import Machine, measure_machine, median_ms
+from titan_fp8zero.bench.report import Report, Row
+from titan_fp8zero.cli import main
+
+MACHINE = Machine("a GPU", copy_gb_per_s=4000.0, gemm_tflop_per_s=800.0)
+
+
+def test_a_report_holds_rows_against_the_machine_and_their_peers(tmp_path, capsys):
+    rows = [
+        Row("stock", ms=4.0, gbytes=14.0),
+        Row("ours", ms=3.0, gbytes=11.4, peer="stock"),
+        Row("GEMM", ms=0.5, gbytes=0.1, gflop=240.0),
+    ]
+    report = Report("kernels", MACHINE, rows)
+    assert report.ratio(rows[1]) == 0.75
+    assert report.ratio(rows[0]) is None
+    report.print()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "a GPU: copies 4,000 GB/s, multiplies 800.0 TFLOP/s"
+    (ours,) = [line for line in printed if "ours" in line]
+    assert [cell.strip() for cell in ours.split("│")[1:-1]] == [
+        *("ours", "3.000", "3,800", "0.950", "", "", "0.750", "stock")
+    ]
+    (gemm,) = [line for line in printed if "│ GEMM" in line]
+    assert "480.0" in gemm and "0.600" in gemm
+    report.write(tmp_path / "out", "kernels")
+    written = json.loads((tmp_path / "out" / "kernels.json").read_text())
+    assert written["machine"]["copy_gb_per_s"] == 4000.0
+    assert written["rows"][1] == {
+        **{"name": "ours", "ms": 3.0, "gbytes": 11.4, "gflop": 0.0, "peer": "stock"}
+    }
+    assert (tmp_path / "out" / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_machine_is_measured():
+    machine = measure_machine(torch.device("cpu"))
+    assert 0.1 < machine.copy_gb_per_s < 1e5
+    assert 1e-4 < machine.gemm_tflop_per_s < 1e4
+
+
+def test_the_median_of_calls_is_taken():
+    calls = []
+    assert median_ms(lambda: calls.append(1), torch.device("cpu")) >= 0
+    assert len(calls) > 5
+
+
+@pytest.mark.multirank
+def test_a_step_is_measured_phase_by_phase(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    config = Path(__file__).parents[1] / "train_configs"
+    arguments = ["--nproc", "1", "--training.seq_len", "64", "--job.dump_folder", "out"]
+    assert main(["bench", "step", str(config / "llama3_debug.toml"), *arguments]) == 0
+    rows = {
+        row["name"]: row for row in json.loads((tmp_path / "out/step.json").read_text())["rows"]
+    }
+    phases = ("backward: fold, reduce", "clip", "update, quantize", "publish: gather, unfold")
+    for variant in ("FP8", "high-precision"):
+        assert rows[f"{variant} step"]["ms"] > 0
+        assert all(rows[f"{variant} {phase}"]["ms"] > 0 for phase in phases)
+    assert rows["high-precision step"]["peer"] == "FP8 step"
+    assert "FP8 update, quantize" in capfd.readouterr().out
+
+
+def test_too_few_steps_to_measure_are_refused(capsys):
+    assert main(["bench", "train", "no.toml", "--steps", "3"]) == 2
+    assert "--steps 3" in capsys.readouterr().err
