@@ -7,6 +7,7 @@ the last rank's gradients become NaN; `layout_only` builds the model and does no
 process for all runs, because importing torch takes longer than a run.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -182,6 +183,7 @@ def main() -> None:
         name = spec["name"]
         options = {key: spec[key] for key in ("poison_step", "layout_only") if key in spec}
         results[name] = run(name, spec["args"], results_file.parent, **options)
+        gc.collect()  # TorchTitan has switched it off
         dist.barrier()
     if dist.get_rank() == 0:
         results_file.write_text(json.dumps(results))
