@@ -40,6 +40,8 @@ class WatchedTrainer(torchtitan.train.Trainer):
 
     def hash_compute_weights(self) -> dict[str, str]:
         """Of codes and scales, or values: what forward reads."""
+        for zero1 in getattr(self.optimizers, "zero1s", []):
+            zero1.wait_for_publish()
         found: dict[str, str] = {}
         for module_name, module in self.model_parts[0].named_modules():
             for name, compute in module.__dict__.get("_compute_weights", {}).items():

@@ -32,7 +32,9 @@ from models import (
     shard,
 )
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -398,6 +400,27 @@ def test_state_dict_is_loaded_from_copies_and_pickles():
         assert not differing(expected, everything(model, optimizer))
 
 
+def test_state_dict_is_staged_by_a_thread_and_loaded_in_place():
+    """What `async_mode = "async_with_pinned_mem"` does, but for the pinned memory of GPUs."""
+    model = GivenGradients()
+    _, optimizer = shard(model, None)
+    train(model, optimizer, range(1))
+    expected = copy.deepcopy(everything(model, optimizer))
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=True,
+        use_async_staging=True,
+        use_non_blocking_copy=False,
+    )
+    stager = DefaultStager(options)
+    staged = stager.stage(state_of(model, optimizer)).result()
+    train(model, optimizer, range(1, 2))
+    load_optimizer_state_dict(model, optimizer, staged["optimizer"])
+    model.load_state_dict(staged["model"])
+    stager.close()
+    assert not differing(expected, everything(model, optimizer))
+
+
 def test_codes_come_from_the_loaded_main_parameters():
     model = GivenGradients()
     shard(model, None)
@@ -491,6 +514,9 @@ SMALL = [
 LLAMA, LLAMA_STOCK = "llama3_debug", "llama3_baseline"
 MOE, MOE_STOCK = "deepseek_v3_debug", "deepseek_v3_baseline"
 EXPERT_PARALLEL_1 = ("--parallelism.expert_parallel_degree", "1")
+IN_HF = ("--checkpoint.last-save-in-hf", "--checkpoint.last-save-model-only")
+IN_HF_BF16 = (*IN_HF, "--checkpoint.export_dtype", "bfloat16")
+WITHOUT_OPTIMIZER = ("--checkpoint.exclude_from_loading", "optimizer")
 BY_WEIGHT = ("--blockwise_fp8.strategy", "param", "--optimizer.name", "AdamW")
 
 
@@ -515,6 +541,11 @@ def resume(name: str, path: Path, *extra: str) -> list[str]:
     ]
 
 
+def from_hf(name: str, path: Path) -> list[str]:
+    initial = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", str(path)]
+    return [*config(name), *initial]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A seed checkpoint (step 0 of "seeded"), and all runs of two ranks, with their results."""
@@ -523,7 +554,9 @@ def trained(tmp_path_factory) -> Path:
     seed += ["--job.dump_folder", str(folder / "seeded"), "--checkpoint.last-save-model-only"]
     launch(["-m", "titan_fp8zero.launch", *config(LLAMA), *seed], 1, folder)
     saving = ("--checkpoint.interval", "2", "--checkpoint.async_mode", "async")
-    steps = {name: folder / name / "checkpoint" for name in ("straight", "stock", "moe")}
+    steps = {
+        name: folder / name / "checkpoint" for name in ("straight", "stock", "moe", "hf", "moe_hf")
+    }
     runs = [
         {"name": "straight", "args": [*config(LLAMA), *saving]},
         {"name": "resumed", "args": resume(LLAMA, steps["straight"] / "step-2")},
@@ -541,6 +574,18 @@ def trained(tmp_path_factory) -> Path:
             "save_as": 2,
         },
         {"name": "moe_stock", "args": resume(MOE_STOCK, steps["moe"] / "step-2"), "save_as": 2},
+        *(
+            {"name": name, "args": args, "save_as": 2}
+            for name, args in {
+                "excluded": resume(LLAMA, steps["straight"] / "step-2", *WITHOUT_OPTIMIZER),
+                "hf": resume(LLAMA, steps["straight"] / "step-2", *IN_HF),
+                "hf_stock": resume(LLAMA_STOCK, steps["straight"] / "step-2", *IN_HF),
+                "hf_loaded": from_hf(LLAMA, steps["hf"] / "step-2"),
+                "moe_hf": resume(MOE, steps["moe"] / "step-2", *IN_HF_BF16),
+                "moe_hf_stock": resume(MOE_STOCK, steps["moe"] / "step-2", *IN_HF_BF16),
+                "moe_hf_loaded": from_hf(MOE, steps["moe_hf"] / "step-2"),
+            }.items()
+        ),
     ]
     (folder / "runs.json").write_text(json.dumps(runs))
     files = [str(folder / "runs.json"), str(folder / "results.json")]
@@ -603,3 +648,42 @@ def test_trainer_starts_from_a_seed_checkpoint(trained):
     assert not differing(seed, {key: seeded[key] for key in seed})
     other_seed = stored(trained, "stock", 2)
     assert differing(seed, {key: other_seed[key] for key in seed})
+
+
+@pytest.mark.multirank
+def test_trainer_excludes_states_from_loading(trained):
+    saved, excluded = stored(trained, "straight", 2), stored(trained, "excluded", 2)
+    changed = [name for name in saved if not torch.equal(saved[name], excluded[name])]
+    assert "optimizer.state.layers.0.attention.wq.weight.exp_avg" in changed
+    assert all(name.startswith("optimizer.state.") for name in changed)
+
+
+def hf_files(trained: Path, name: str) -> dict[str, torch.Tensor]:
+    (file,) = (trained / name / "checkpoint" / "step-2").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name, dtype", [("hf", torch.float32), ("moe_hf", torch.bfloat16)])
+def test_trainer_saves_in_hugging_face_format_what_stock_saves(trained, name, dtype):
+    ours, stock = hf_files(trained, name), hf_files(trained, f"{name}_stock")
+    assert not differing(ours, stock)
+    assert {tensor.dtype for tensor in ours.values()} == {dtype}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name, source", [("hf", "straight"), ("moe_hf", "moe")])
+def test_trainer_loads_hugging_face_format_into_main_parameters(trained, name, source):
+    (dtype,) = {tensor.dtype for tensor in hf_files(trained, name).values()}
+    saved, loaded = stored(trained, source, 2), stored(trained, f"{name}_loaded", 2)
+    model = {fqn for fqn in saved if fqn.startswith(("layers.", "tok_", "norm", "output"))}
+    assert len(model) > 50
+    assert not differing(
+        {fqn: saved[fqn].to(dtype).float() for fqn in model}, {fqn: loaded[fqn] for fqn in model}
+    )
+
+
+@pytest.mark.multirank
+def test_trainer_publishes_what_it_loads_from_hugging_face_format(trained):
+    runs = json.loads((trained / "results.json").read_text())
+    assert runs["hf_loaded"]["compute_weights"] == runs["back"]["compute_weights"]

@@ -123,8 +123,6 @@ def test_the_converter_without_our_config_module_says_what_to_set() -> None:
         (["--training.enable_cpu_offload"], {"dp_shard": 2}, "enable_cpu_offload"),
         (["--fault_tolerance.enable"], {"dp_shard": 2}, "fault_tolerance"),
         (["--optimizer.early_step_in_backward"], {"dp_shard": 2}, "early_step_in_backward"),
-        (["--checkpoint.enable", "--checkpoint.last_save_in_hf"], {}, "last_save_in_hf"),
-        (["--checkpoint.enable", "--checkpoint.initial_load_in_hf"], {}, "initial_load_in_hf"),
         ([], {"dp_replicate": 2}, "data_parallel_replicate_degree"),
         (
             ["--parallelism.enable_async_tensor_parallel"],

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor
 
 from titan_fp8zero.blocks import BLOCK, fold, scale_shape, unfold
 from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor, main_of
@@ -101,7 +101,7 @@ class UnitRun(NamedTuple):
     units: torch.Tensor
 
 
-class _Wrapper(torch.Tensor):
+class TensorWrapper(torch.Tensor):
     """A tensor's shape, dtype and device; subclasses know where the values are."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -110,7 +110,7 @@ class _Wrapper(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class WeightView(_Wrapper):
+class WeightView(TensorWrapper):
     """This rank's part of a weight or moment, as DCP saves and loads it, in place.
 
     It has the whole weight's shape. Saving builds one box at a time; loading writes through to
@@ -125,6 +125,7 @@ class WeightView(_Wrapper):
         runs: tuple[UnitRun, ...],
         dtype: torch.dtype,
         device: torch.device,
+        weight: Weight | None = None,
     ) -> "WeightView":
         return torch.Tensor._make_wrapper_subclass(cls, geometry.shape, dtype=dtype, device=device)
 
@@ -134,9 +135,11 @@ class WeightView(_Wrapper):
         runs: tuple[UnitRun, ...],
         dtype: torch.dtype,
         device: torch.device,
+        weight: Weight | None = None,
     ) -> None:
         self._geometry = geometry
         self._runs = runs
+        self._weight = weight
         self._is_loading = False
 
     @classmethod
@@ -161,7 +164,7 @@ class WeightView(_Wrapper):
         runs = tuple(
             UnitRun(run.start, run.units.to(device, dtype, copy=True)) for run in self._runs
         )
-        return WeightView(self._geometry, runs, dtype, device)
+        return WeightView(self._geometry, runs, dtype, device, self._weight)
 
     def _copy_runs(self, source: "WeightView") -> "WeightView":
         places = [[(run.start, len(run.units)) for run in view._runs] for view in (self, source)]
@@ -179,10 +182,31 @@ class WeightView(_Wrapper):
         """Load this rank's units from the whole weight, a plain tensor."""
         offset, size = self._geometry.offset, self._geometry.local_shape
         ends = (start + length for start, length in zip(offset, size, strict=True))
-        local = whole[tuple(slice(start, end) for start, end in zip(offset, ends, strict=True))]
+        self.copy_local(
+            whole[tuple(slice(start, end) for start, end in zip(offset, ends, strict=True))]
+        )
+
+    def copy_local(self, local: torch.Tensor) -> None:
+        """Load this rank's units from the part of the weight that a model-parallel rank holds."""
         units = fold(local) if self._geometry.is_tiled else local.reshape(-1)
         for run in self._runs:
             run.units.copy_(units[run.start : run.start + len(run.units)])
+
+    def gather_local(self) -> torch.Tensor:
+        """The values of the part of the weight that a model-parallel rank holds. A collective."""
+        assert self._weight is not None, "a view that was pickled belongs to no weight"
+        unit = (BLOCK, BLOCK) if self._geometry.is_tiled else ()
+        owned = [run.units for run in self._runs]
+        return self._weight.gather(
+            torch.cat([torch.empty(0, *unit, dtype=self.dtype, device=self.device), *owned])
+        )
+
+    def to_parameter(self) -> torch.Tensor:
+        """The values as a tensor like the parameter before it was sharded: a plain one, or a
+        DTensor with the same placements. A collective; this one weight is gathered for it."""
+        local = self.gather_local()
+        assert self._weight is not None
+        return self._weight.mesh.scatter(local, self._weight.placements)
 
     def _boxes(self) -> Iterator[tuple[Box, Box, torch.Tensor]]:
         """What this rank owns: boxes of the whole weight, of the grid of units, and their units."""
@@ -231,7 +255,7 @@ class WeightView(_Wrapper):
         raise KeyError(f"{index.fqn}: this rank owns no box at {index.offset}")
 
 
-class TileBox(_Wrapper):
+class TileBox(TensorWrapper):
     """A box of a tiled weight: what is copied into it, or into a slice of it, goes to the tiles."""
 
     @staticmethod
@@ -305,15 +329,9 @@ def weight_view(weight: Weight, tensor: torch.Tensor) -> WeightView:
     for run in weight.main.owned_runs(weight):
         start = run.local_start - weight.main.layout.local_start
         runs.append(UnitRun(run.start, local[start : start + run.units]))
-    offset, shape = [0] * len(weight.shape), list(weight.shape)
-    for name, placement in weight.mesh.model_parallel:
-        if isinstance(placement, Shard):
-            assert weight.mesh.mesh is not None
-            mesh = weight.mesh.mesh[name]
-            offset[placement.dim] = mesh.get_local_rank() * weight.shape[placement.dim]
-            shape[placement.dim] *= mesh.size()
-    geometry = Geometry(tuple(shape), tuple(offset), weight.shape, weight.is_fp8)
-    return WeightView(geometry, tuple(runs), local.dtype, local.device)
+    shape, offset = weight.mesh.whole_of(weight.shape)
+    geometry = Geometry(shape, offset, weight.shape, weight.is_fp8)
+    return WeightView(geometry, tuple(runs), local.dtype, local.device, weight)
 
 
 def use_weight_views(weights: list[Weight]) -> None:
@@ -321,7 +339,7 @@ def use_weight_views(weights: list[Weight]) -> None:
 
     `state_dict()` then has every weight, tied and pooled ones too, in its own shape, and
     `load_state_dict()` takes such views, those that DCP has loaded in place or copies of them, or
-    whole weights as plain tensors.
+    whole weights as plain tensors or as DTensors like the original parameters.
     """
     for weight in weights:
         for module, name in weight.readers:
@@ -353,6 +371,8 @@ def _take_view(
     with torch.no_grad():
         if isinstance(value, WeightView):
             view.copy_(value)
+        elif isinstance(value, DTensor) and value.shape == view.shape:
+            view.copy_local(weight.mesh.gather(value))
         elif _is_plain(value) and value.shape == view.shape:
             view.copy_whole(value)
         else:

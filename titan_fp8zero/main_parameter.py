@@ -6,12 +6,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from titan_fp8zero.blocks import TILE_NUMEL, fold, num_tiles, scale_shape, unfold
 from titan_fp8zero.bucket import Bucket, Payload, Precision
 from titan_fp8zero.compute_weight import FP8Weight, gradient_carrier
 from titan_fp8zero.layout import MainLayout, Member, Run, WeightSpec
+from titan_fp8zero.placement import BlockShard
 from titan_fp8zero.weight_mesh import WeightMesh, local_shape, weight_mesh_of
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -28,6 +29,8 @@ class Weight:
     """The original one, then the main parameter."""
     is_fp8: bool
     mesh: WeightMesh
+    placements: tuple[Placement, ...]
+    """Of the original parameter, over the dims of its mesh; none if it was a plain tensor."""
     shape: tuple[int, ...]
     """Of the local weight: what one model-parallel rank holds whole."""
     main: "MainParameter" = field(init=False)
@@ -49,14 +52,40 @@ class Weight:
         """A local weight or its gradient as units: tiles, or elements in a row."""
         return fold(local) if self.is_fp8 else local.reshape(-1)
 
+    def from_units(self, units: torch.Tensor) -> torch.Tensor:
+        """The local weight of these units: the inverse of `to_units`."""
+        return unfold(units, self.shape) if self.is_fp8 else units.view(self.shape)
+
+    def gather(self, units: torch.Tensor) -> torch.Tensor:
+        """The local weight, of the units that this rank owns and those of the other data-parallel
+        ranks, or of a moment in the same places. A collective."""
+        runs = list(self.main.layout.runs(self.member))  # at most one of each rank, in their order
+        mesh = self.main.bucket.mesh.shard
+        if mesh is None:
+            return self.from_units(units)
+        padded = units.new_zeros(1, max(run.units for run in runs), *units.shape[1:])
+        padded[0, : len(units)] = units
+        sharded = DTensor.from_local(padded, mesh, [BlockShard()], run_check=False)
+        gathered = sharded.redistribute(placements=[Replicate()]).to_local()
+        return self.from_units(torch.cat([gathered[run.rank, : run.units] for run in runs]))
+
     def write_compute(self, units: torch.Tensor, scale_inv: torch.Tensor | None) -> None:
         """Unfold published units, in place: compiled graphs keep the address."""
         if isinstance(self.compute, FP8Weight):
             assert scale_inv is not None
-            self.compute.codes.copy_(unfold(units, self.shape))
+            self.compute.codes.copy_(self.from_units(units))
             self.compute.scale_inv.copy_(scale_inv.view(self.compute.scale_inv.shape))
         else:
-            local_tensor(self.compute.detach()).copy_(units.view(self.shape))
+            local_tensor(self.compute.detach()).copy_(self.from_units(units))
+
+    # Views of weights refer to them. A copy of a view is one of the same weight; in another
+    # process there is no such weight.
+
+    def __deepcopy__(self, memo: Any) -> "Weight":
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(eq=False)
@@ -110,7 +139,7 @@ def collect_weights(
     weights: dict[int, Weight] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            fqn = _clean_fqn(f"{module_name}.{name}" if module_name else name)
+            fqn = clean_fqn(f"{module_name}.{name}" if module_name else name)
             is_fp8 = name in getattr(module, "fp8_weights", ())
             if id(parameter) in weights:
                 _add_reader(weights[id(parameter)], fqn, is_fp8, module, name)
@@ -118,12 +147,15 @@ def collect_weights(
             _check_parameter(fqn, parameter)
             weight_mesh = weight_mesh_of(fqn, parameter, mesh, expert_mesh)
             shape = local_shape(fqn, parameter, weight_mesh)
-            readers = [(module, name)]
-            weights[id(parameter)] = Weight(fqn, readers, parameter, is_fp8, weight_mesh, shape)
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            weights[id(parameter)] = Weight(
+                fqn, [(module, name)], parameter, is_fp8, weight_mesh, tuple(placements), shape
+            )
     return list(weights.values())
 
 
-def _clean_fqn(fqn: str) -> str:
+def clean_fqn(fqn: str) -> str:
+    """An FQN without what compilation and activation checkpointing put into it."""
     for prefix in _WRAPPER_PREFIXES:
         fqn = fqn.replace(prefix, "")
     return fqn

@@ -56,6 +56,17 @@ class WeightMesh:
             for _, placement in self.model_parallel
         )
 
+    def whole_of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the weight of which a model-parallel rank holds `shape`, and where it starts."""
+        whole, offset = list(shape), [0] * len(shape)
+        for name, placement in self.model_parallel:
+            if isinstance(placement, Shard):
+                assert self.mesh is not None
+                mesh = self.mesh[name]
+                offset[placement.dim] = mesh.get_local_rank() * shape[placement.dim]
+                whole[placement.dim] *= mesh.size()
+        return tuple(whole), tuple(offset)
+
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local weight that one model-parallel rank holds whole."""
         if not isinstance(parameter, DTensor):
@@ -64,6 +75,30 @@ class WeightMesh:
         names = parameter.device_mesh.mesh_dim_names or ()
         placements = [kept.get(name, Replicate()) for name in names]
         return parameter.redistribute(placements=placements).to_local()
+
+    def scatter(self, local: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+        """The parameter with these placements that `gather` makes a local weight of."""
+        if not placements:
+            return local
+        assert self.mesh is not None
+        names = self.mesh.mesh_dim_names or ("",) * self.mesh.ndim
+        kept = dict(self.model_parallel)
+        shape, _ = self.whole_of(tuple(local.shape))
+        for mesh_dim, (name, placement) in enumerate(zip(names, placements, strict=True)):
+            if name in kept or isinstance(placement, Replicate):
+                continue
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            chunks = local.chunk(self.mesh.size(mesh_dim), dim)
+            rank = self.mesh.get_local_rank(mesh_dim)
+            local = chunks[rank] if rank < len(chunks) else local.narrow(dim, 0, 0)
+        return DTensor.from_local(
+            local.contiguous(),
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
 
 
 def weight_mesh_of(

@@ -59,14 +59,6 @@ def refuse_unsupported(job_config: JobConfig, parallel_dims: ParallelDims) -> No
             'memory is pinned for GPUs, and there is none. Set it to "async"',
         )
     )
-    reasons += [
-        (
-            job_config.checkpoint.enable and getattr(job_config.checkpoint, key),
-            f"[checkpoint] {key}",
-            "Hugging Face adapters reshape whole tensors. Set it to false",
-        )
-        for key in ("last_save_in_hf", "initial_load_in_hf")
-    ]
     for is_set, key, reason in reasons:
         if is_set:
             raise ValueError(f"{key} does not work with the blockwise_fp8 converter: {reason}")

@@ -15,6 +15,7 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
+from titan_fp8zero.titan.adapter import adapter_of_views
 from titan_fp8zero.titan.converter import CONVERTER, BlockwiseFP8Converter
 from titan_fp8zero.titan.metrics import build_metrics_processor
 from titan_fp8zero.titan.optimizers import build_optimizers_with
@@ -34,6 +35,7 @@ def register_train_specs() -> None:
 
 
 def _with_our_parts(name: str, stock: TrainSpec) -> TrainSpec:
+    assert stock.state_dict_adapter is not None
     return replace(
         stock,
         parallelize_fn=parallelize_with(stock.parallelize_fn, MODELS[name]),
@@ -42,6 +44,7 @@ def _with_our_parts(name: str, stock: TrainSpec) -> TrainSpec:
         build_tokenizer_fn=build_tokenizer,
         build_dataloader_fn=build_text_dataloader,
         build_metrics_processor_fn=build_metrics_processor,
+        state_dict_adapter=adapter_of_views(stock.state_dict_adapter),
     )
 
 
