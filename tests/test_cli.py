@@ -177,6 +177,9 @@ def test_bad_config_is_an_error_that_names_it(tmp_path, capsys, content, message
         (["train", LLAMA, "--nproc", "0"], "0 is not a positive whole number"),
         (["train", LLAMA, "--training.stepz", "3"], "--training.stepz"),
         (["compare", LLAMA], "the following arguments are required: B"),
+        (["export", "ckpt", "hf"], "the following arguments are required: --config"),
+        (["export", "ckpt", "hf", "--config", LLAMA, "--shard-gb", "0"], "0 is not a positive"),
+        (["import", "hf", "ckpt", "--config", LLAMA, "--training.stepz", "3"], "--training.stepz"),
         (["compare", LLAMA, LLAMA, "--training.steps", "3"], "unrecognized arguments"),
     ],
 )
@@ -186,11 +189,19 @@ def test_bad_arguments_are_told(capsys, args, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_every_option_has_help(capsys, command):
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        ("train", "--nproc N"),
+        ("compare", "--nproc N"),
+        ("export", "--config CONFIG"),
+        ("import", "--config CONFIG"),
+    ],
+)
+def test_every_option_has_help(capsys, command, option):
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])
-    assert "--nproc N" in capsys.readouterr().out
+    assert option in capsys.readouterr().out
 
 
 def test_gpus_are_taken_where_there_are_some(monkeypatch, capsys):

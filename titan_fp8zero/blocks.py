@@ -124,6 +124,13 @@ def quantize_blockwise(
     return unfold(codes, shape), scale.view(scale_shape(shape))
 
 
+def quantize_main(
+    values: torch.Tensor, scale_format: ScaleFormat = "fp32", round_to_bf16: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize fp32 main values as training does; see `quantize_blockwise`."""
+    return quantize_blockwise(values.bfloat16() if round_to_bf16 else values, scale_format)
+
+
 def expand_scale(scale_inv: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Block scales `[..., ceil(R/128), ceil(C/128)]` -> one scale an element, of `shape`."""
     rows, cols = shape[-2:]

@@ -5,6 +5,7 @@ import logging
 import math
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from titan_fp8zero.bench.train import bench_train
 from titan_fp8zero.compare import compare, print_comparison
-from titan_fp8zero.job import BadInput, load_job, load_planned_job
+from titan_fp8zero.job import BadInput, load_job, load_planned_job, parse_config
 from titan_fp8zero.layout import STRATEGIES
 from titan_fp8zero.spawn import RanksFailed, run_on_ranks
+
+OVERRIDES = (
+    "All other options go to TorchTitan and override the config, for example --training.steps 10."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     args.overrides = overrides
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Of torch's, for every part of a checkpoint that one process reads or writes.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         args.run(args)
     except BadInput as error:
@@ -63,8 +70,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="train a TorchTitan config on this machine's GPUs, or on its CPU",
         description="Trains a TorchTitan config on this machine's GPUs, or on its CPU where there "
         "are none. Writes metrics.jsonl and loss.png into the config's dump folder.",
-        epilog="All other options go to TorchTitan and override the config, for example "
-        "--training.steps 10.",
+        epilog=OVERRIDES,
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the TOML config")
     _add_nproc(parser)
@@ -111,8 +117,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="lay a config out on a mesh of any size, without GPUs: tiles, bytes, estimated times",
         description="Lays a TorchTitan config out as training would, without running it: who owns "
         "which tiles, what each rank holds, and what a step sends, beside three other schemes.",
-        epilog="All other options go to TorchTitan and override the config, for example "
-        "--parallelism.pipeline_parallel_degree 8.",
+        epilog=OVERRIDES,
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the TOML config")
     parser.add_argument(
@@ -189,6 +194,79 @@ def _bench_train(args: argparse.Namespace) -> None:
     print(f"written to {args.out}: train.json, train.png")
 
 
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "export",
+        allow_abbrev=False,
+        help="write a checkpoint's model as Hugging Face safetensors, in FP8",
+        description="Writes the model of a DCP checkpoint as Hugging Face safetensors: FP8 weights "
+        "as training computes with them, beside their weight_scale_inv, in DeepSeek-V3's layout.",
+        epilog=OVERRIDES,
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=Path, help="a checkpoint's step-N folder"
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where to write; new or empty")
+    _add_config(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("fp8", "bf16"),
+        default="fp8",
+        help="fp8: as the config says; bf16: all weights in bfloat16 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-gb",
+        type=_positive_number,
+        metavar="GB",
+        default=5.0,
+        help="size of a file, 10^9 bytes (default: %(default)s)",
+    )
+    parser.set_defaults(run=_export, takes_overrides=True)
+
+
+def _export(args: argparse.Namespace) -> None:
+    config = parse_config(args.config, args.overrides)
+    from titan_fp8zero.titan.interchange import export_model
+
+    is_bf16, shard_bytes = args.dtype == "bf16", int(args.shard_gb * 1e9)
+    export_model(args.checkpoint, args.folder, config, as_bf16=is_bf16, shard_bytes=shard_bytes)
+
+
+def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "import",
+        allow_abbrev=False,
+        help="write Hugging Face safetensors as a checkpoint to train from",
+        description="Writes Hugging Face safetensors, in FP8 with weight_scale_inv, bf16 or fp32, "
+        "as a DCP checkpoint of the weights alone, for [checkpoint] initial_load_path.",
+        epilog=OVERRIDES,
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder of safetensors files")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=Path, help="where to write; new or empty"
+    )
+    _add_config(parser)
+    parser.set_defaults(run=_import, takes_overrides=True)
+
+
+def _import(args: argparse.Namespace) -> None:
+    config = parse_config(args.config, args.overrides)
+    from titan_fp8zero.titan.interchange import import_model
+
+    import_model(args.folder, args.checkpoint, config)
+    print(f"written to {args.checkpoint}: train with --checkpoint.initial_load_path")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="CONFIG",
+        type=Path,
+        required=True,
+        help="the TOML config that trains the model",
+    )
+
+
 def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs, or 2 on a CPU)"
@@ -212,7 +290,7 @@ def _positive_number(text: str) -> float:
     return number
 
 
-COMMANDS = (_add_bench, _add_train, _add_compare, _add_plan)
+COMMANDS = (_add_train, _add_compare, _add_plan, _add_bench, _add_export, _add_import)
 
 if __name__ == "__main__":
     sys.exit(main())

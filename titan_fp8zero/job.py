@@ -73,7 +73,7 @@ def load_job(config_file: Path, overrides: list[str], nproc: int | None) -> Job:
             its mesh does not fit the number of ranks. (Overrides that TorchTitan does not know
             end the process with TorchTitan's own message.)
     """
-    config = _parse(config_file, overrides)
+    config = parse_config(config_file, overrides)
     job = Job(config_file, overrides, config, _number_of_ranks() if nproc is None else nproc)
     _check_devices(job)
     _check_mesh(job, "--nproc")
@@ -85,7 +85,7 @@ def load_planned_job(config_file: Path, overrides: list[str], world_size: int | 
 
     Without `world_size` the config's degrees say how many ranks there are; BadInput if they do not.
     """
-    config = _parse(config_file, overrides)
+    config = parse_config(config_file, overrides)
     job = Job(config_file, overrides, config, world_size or _planned_ranks(config))
     _check_mesh(job, "--world-size")
     return job
@@ -101,7 +101,8 @@ def _planned_ranks(config: Any) -> int:
     return math.prod(degrees)
 
 
-def _parse(config_file: Path, overrides: list[str]) -> Any:
+def parse_config(config_file: Path, overrides: list[str]) -> Any:
+    """TorchTitan's JobConfig of a TOML file and overrides; raises BadInput, as `load_job`."""
     if not config_file.is_file():
         raise BadInput(f"config file {config_file}: no such file")
     try:

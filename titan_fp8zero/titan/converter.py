@@ -46,7 +46,7 @@ class BlockwiseFP8Converter:
 
     def convert(self, model: nn.Module) -> None:
         """Convert in place; ValueError for a pattern in `fqns` that matches nothing."""
-        modules = {fqn: module for fqn, module in model.named_modules() if _is_convertible(module)}
+        modules = convertible_modules(model)
         chosen = select_fqns(modules, self._fqns)
         for fqn in chosen:
             model.set_submodule(fqn, _converted(modules[fqn], self._config))
@@ -83,8 +83,21 @@ def _matches_any(fqn: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(fqn, glob) for glob in globs)
 
 
-def _is_convertible(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, GroupedExperts)
+def convertible_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of a model that have an FP8 counterpart, by FQN."""
+    return {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if type(module) in (nn.Linear, GroupedExperts)
+    }
+
+
+def weights_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the weights that a convertible module would hold in FP8."""
+    counterpart = (
+        BlockwiseFP8Linear if isinstance(module, nn.Linear) else BlockwiseFP8GroupedExperts
+    )
+    return counterpart.fp8_weights
 
 
 def _converted(module: nn.Module, config: dict[str, Any]) -> nn.Module:

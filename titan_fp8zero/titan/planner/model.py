@@ -15,15 +15,15 @@ import torch.nn as nn
 import torchtitan.distributed.pipeline_parallel as pipeline_parallel
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.model_converter import build_model_converters
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_fp8zero.job import BadInput, Job
 from titan_fp8zero.main_parameter import Weight, collect_weights
 from titan_fp8zero.titan import converter
 from titan_fp8zero.titan.converter import CONVERTER
+from titan_fp8zero.titan.model_args import model_args_of
 from titan_fp8zero.titan.parallelize import Sharding, sharding_of
 from titan_fp8zero.titan.planner.meshes import meshes_of_rank, parallel_dims_of
 from titan_fp8zero.titan.swap import swapped
@@ -53,7 +53,7 @@ class Model:
         self._job = job
         self._dims = parallel_dims_of(job)
         self._spec = get_train_spec(job.config.model.name)
-        self._args = _model_args(job, self._spec)
+        self._args = model_args_of(job.config, self._spec)
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job.config.training.dtype]):
             self._whole = self._spec.model_cls(self._args)
         # A plan multiplies nothing: any backend does.
@@ -95,18 +95,6 @@ class Model:
                 lambda *_: None,
             )
         return stages, parts
-
-
-def _model_args(job: Job, spec: TrainSpec) -> BaseModelArgs:
-    flavor = job.config.model.flavor
-    if flavor not in spec.model_args:
-        raise BadInput(
-            f"[model] flavor of {job.config_file} must be one of {', '.join(spec.model_args)}, "
-            f"got {flavor!r}"
-        )
-    args = copy.deepcopy(spec.model_args[flavor])
-    args.update_from_config(job.config)
-    return args
 
 
 def _part(stage: int, model: nn.Module) -> ModelPart:
