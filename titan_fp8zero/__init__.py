@@ -6,6 +6,7 @@ from titan_fp8zero.experts import BlockwiseFP8GroupedExperts
 from titan_fp8zero.linear import BlockwiseFP8Linear
 from titan_fp8zero.optimizer import BlockwiseAdamW
 from titan_fp8zero.placement import BlockShard
+from titan_fp8zero.rollout import iter_fp8_weights
 from titan_fp8zero.zero1 import Zero1, shard_zero1
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "clip_grad_norm_",
     "dequantize_blockwise",
     "fold",
+    "iter_fp8_weights",
     "quantize_blockwise",
     "shard_zero1",
     "unfold",
