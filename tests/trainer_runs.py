@@ -158,6 +158,7 @@ def train_with_poison(trainer: Any, poison_step: int) -> dict[str, Any]:
 def state(trainer: Any) -> list[torch.Tensor]:
     """All that a skipped step must not change: main parameters, moments, codes, scales, biases."""
     (zero1,) = trainer.optimizers.zero1s
+    zero1.wait_for_publish()
     tensors = [local_tensor(parameter.detach()) for parameter in zero1.main_parameters]
     for optimizer in trainer.optimizers:
         for moments in optimizer.state.values():

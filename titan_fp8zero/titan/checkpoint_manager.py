@@ -45,6 +45,7 @@ class CheckedCheckpointManager(CheckpointManager):
         key_file = getattr(checkpoint_config, "key_file", "")
         self._key = on_all_ranks(lambda: read_key(key_file) if key_file else None)
         self._saving = ""
+        self._zero1s = getattr(optimizers, "zero1s", ())
         super().__init__(checkpoint_config=checkpoint_config, optimizers=optimizers, **stock)
 
     # Saving.
@@ -92,10 +93,13 @@ class CheckedCheckpointManager(CheckpointManager):
                 future.result()
 
     def close(self) -> None:
-        """Waits for an asynchronous save, unless an exception is on its way: another rank may
-        have died, and the save would wait for it."""
-        if self.enable and sys.exception() is None:
-            self._async_wait()
+        """Waits for an asynchronous save, and for what the last step publishes, unless an
+        exception is on its way: another rank may have died, and both would wait for it."""
+        if sys.exception() is None:
+            if self.enable:
+                self._async_wait()
+            for zero1 in self._zero1s:
+                zero1.wait_for_publish()
         super().close()
 
     def _purge_stale_checkpoints(self) -> None:
