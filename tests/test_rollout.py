@@ -119,6 +119,28 @@ def test_tensor_parallel_ranks_give_whole_weights(tmp_path):
         assert len(messages) == 1 and "weights.cut_rows.weight is quantized anew" in messages[0]
 
 
+STAGES = [{"plain": (256, 384), "norm": (97,)}, {"odd": (200, 300), "scalar": ()}]
+
+
+def pipeline_items() -> list[dict[str, torch.Tensor]]:
+    """Of this rank's stage, and of all."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = GivenGradients(STAGES[dist.get_rank()])
+    shard(model, None)
+    return [
+        portable(dict(iter_fp8_weights(model))),
+        portable(dict(iter_fp8_weights(model, pp_mesh=mesh))),
+    ]
+
+
+@pytest.mark.multirank
+def test_pipeline_ranks_give_the_weights_of_all_stages():
+    (first, all_of_first), (second, all_of_second) = run_ranks(pipeline_items, 2)
+    assert len(first) == len(second) == 3
+    assert not differing(all_of_first, first | second)
+    assert not differing(all_of_second, first | second)
+
+
 def test_rollout_waits_for_what_a_step_publishes():
     model = GivenGradients(FP8_SHAPES)
     _, optimizer = shard(model, None, overlap=True)

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_fp8zero.blocks import quantize_main
@@ -16,9 +18,16 @@ from titan_fp8zero.main_parameter import Weight, clean_fqn, local_tensor, main_o
 logger = logging.getLogger("titan_fp8zero")
 
 
+Item = tuple[str, torch.Tensor]
+
+
 def iter_fp8_weights(
-    model: nn.Module, to_hf: ToHF | None = None, *, gather_experts: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model: nn.Module,
+    to_hf: ToHF | None = None,
+    *,
+    gather_experts: bool = True,
+    pp_mesh: DeviceMesh | None = None,
+) -> Iterator[Item]:
     """The weights that forward reads, as `(name, tensor)`: what vLLM's `load_weights` and SGLang's
     `update_weights_from_tensor` take of a model in DeepSeek-V3's FP8 layout.
 
@@ -34,8 +43,14 @@ def iter_fp8_weights(
         model: sharded by `shard_zero1`; with pipeline parallelism, this rank's part.
         to_hf: as TorchTitan's `StateDictAdapter.to_hf`; None keeps the model's own names.
         gather_experts: False gives each expert-parallel rank its own experts only.
+        pp_mesh: one-dimensional, of pipeline stages: every rank is then given the weights of all
+            stages, those of other stages as copies. None gives this rank's stage.
     """
-    to_hf = to_hf or (lambda state_dict: state_dict)
+    items = _items_of_part(model, to_hf or (lambda state_dict: state_dict), gather_experts)
+    return items if pp_mesh is None else _items_of_stages(items, pp_mesh)
+
+
+def _items_of_part(model: nn.Module, to_hf: ToHF, gather_experts: bool) -> Iterator[Item]:
     mains = [main for main in map(main_of, model.parameters()) if main is not None]
     for owner in dict.fromkeys(main.owner for main in mains):
         owner.wait_for_publish()
@@ -47,7 +62,27 @@ def iter_fp8_weights(
                 yield from to_hf({clean_fqn(name): buffer}).items()
 
 
-def _items(weight: Weight, to_hf: ToHF, gather_experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _items_of_stages(items: Iterator[Item], pp_mesh: DeviceMesh) -> Iterator[Item]:
+    """Each stage in turn sends its items, one at a time."""
+    group, device = pp_mesh.get_group(), torch.device(pp_mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    for sender in dist.get_process_group_ranks(group):
+        is_mine = sender == dist.get_rank()
+        while True:
+            item = next(items, None) if is_mine else None
+            header = [item and (item[0], item[1].shape, item[1].dtype)]
+            dist.broadcast_object_list(header, src=sender, group=group, device=device)
+            if header[0] is None:
+                break
+            name, shape, dtype = header[0]
+            tensor = item[1] if item else torch.empty(shape, dtype=dtype, device=device)
+            wire = tensor.contiguous().view(-1).view(torch.uint8)  # gloo rejects float8
+            dist.broadcast(wire, src=sender, group=group)
+            yield name, tensor
+
+
+def _items(weight: Weight, to_hf: ToHF, gather_experts: bool) -> Iterator[Item]:
     shape, offset = weight.mesh.whole_of(weight.shape)
     pieces = pieces_of(weight.fqn, shape, to_hf)
 
