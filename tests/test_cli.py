@@ -95,26 +95,20 @@ def test_train_writes_metrics_and_plot_and_shows_both_logs(tmp_path):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(
-    "statement, told",
-    [
-        ("raise RuntimeError('broken on purpose')", ["(exit code 1)", "broken on purpose"]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["(exit code -9)", "killed by SIGKILL"]),
-    ],
-)
-def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path, statement, told):
-    broken_module(tmp_path, statement)
+def test_a_rank_that_dies_is_named_and_ends_the_run(tmp_path):
+    broken_module(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     code, _, err = Command(tmp_path, "--experimental.custom_import", "broken").finish()
     assert code == 1
     report = err[err.index("titan-fp8zero: rank 1 failed") :]
-    assert all(words in report for words in told)
+    assert "(exit code -9)" in report and "killed by SIGKILL" in report
 
 
 @pytest.mark.multirank
 def test_missing_dataset_path_is_an_error_that_names_the_key(tmp_path):
     code, _, err = Command(tmp_path, "--training.dataset", "local_text").finish()
     assert code == 1
-    assert "training.dataset_path" in err[err.index("titan-fp8zero: rank") :]
+    report = err[err.index("titan-fp8zero: rank") :]
+    assert "(exit code 1)" in report and "training.dataset_path" in report
 
 
 @pytest.mark.multirank

@@ -79,7 +79,6 @@ EQUAL_TO_STOCK = {
         "llama3_hsdp": ("llama3", *HSDP),
         "llama3_tp2_dp2": ("llama3", *TP_2),
         "deepseek_v3_tp2_ep2": ("deepseek_v3", *TP_2, *expert_parallel(2)),
-        "llama3_pp2_dp2": ("llama3", *PP_2),
         "llama3_interleaved_pp2_dp2": ("llama3", *PP_2, *INTERLEAVED),
         "deepseek_v3_pp2_ep2": ("deepseek_v3", *PP_2, *expert_parallel(2)),
     },
@@ -92,10 +91,9 @@ FP8_LAYOUTS = {
 """On 4 ranks, not trained."""
 
 FP8_RUNS = {
-    "fp8": [],
+    "fp8": ["--blockwise_fp8.no-overlap"],
     "fp8_param": ["--blockwise_fp8.strategy", "param"],
     "fp8_small_buckets": ["--blockwise_fp8.bucket_mib", "1"],
-    "fp8_no_overlap": ["--blockwise_fp8.bucket_mib", "2", "--blockwise_fp8.no-overlap"],
     "fp8_adamw": ADAMW,
     "fp8_wgrad": ["--blockwise_fp8.wgrad", "fp8"],
     "fp8_compile": COMPILE,
@@ -134,10 +132,7 @@ def spawned(ranks: int) -> tuple[dict[str, dict] | None, str]:
         ]
         moe = [*config("deepseek_v3_debug"), *SMALL]
         runs.append({"name": "deepseek_v3_fp8", "args": [*moe, *UNCLIPPED]})
-        runs += [
-            {"name": "poisoned", "args": moe, "poison_step": 3},
-            {"name": "poisoned_adamw", "args": [*moe, *ADAMW], "poison_step": 3},
-        ]
+        runs.append({"name": "poisoned", "args": moe, "poison_step": 3})
     if ranks == 4:
         runs += [
             {"name": name, "args": [*config(f"{model}_debug"), *SMALL, *extra], "layout_only": True}
@@ -234,7 +229,7 @@ def test_initial_weights_equal_the_stock_runs_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_no_overlap", "fp8_ac"])
+@pytest.mark.parametrize("name", ["fp8_param", "fp8_small_buckets", "fp8_ac"])
 def test_fp8_losses_equal_to_the_bit(name: str) -> None:
     assert results(2)[name]["losses"] == results(2)["fp8"]["losses"]
 
@@ -270,9 +265,8 @@ def test_compiled_fp8_losses_equal_eager_ones() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", ["poisoned", "poisoned_adamw"])
-def test_a_nan_on_one_rank_skips_the_step_on_all(name: str) -> None:
-    run = results(2)[name]
+def test_a_nan_on_one_rank_skips_the_step_on_all() -> None:
+    run = results(2)["poisoned"]
     assert run["skipped"]["count"] == 1
     assert run["skipped"]["tensors"] > 100
     assert run["skipped"]["unchanged"]
