@@ -198,6 +198,23 @@ def test_closing_waits_for_a_save_unless_an_error_is_on_its_way(tmp_path, folder
             raise
 
 
+def test_a_manager_that_is_dropped_waits_for_no_rank(tmp_path, monkeypatch):
+    job = Job(tmp_path)
+    monkeypatch.setattr(job.manager, "_zero1s", None)  # iterated, by who waits
+    with pytest.raises(TypeError):
+        job.manager.close()
+    job.manager.__del__()
+
+
+def test_a_last_save_in_hugging_faces_format_is_told_by_name(tmp_path, folder):
+    saved(tmp_path, 1)
+    (folder / "step-2").mkdir()
+    (folder / "step-2" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-2 holds Hugging Face.*initial_load_in_hf"):
+        Job(tmp_path).load()
+    assert Job(tmp_path).manager.load(step=1)
+
+
 def test_another_vocabulary_is_one_error_and_nothing_is_loaded(tmp_path, folder):
     saved(tmp_path, 1)
     job = Job(tmp_path, outputs=80)
@@ -226,8 +243,13 @@ def test_data_positions_of_other_ranks_are_refused_with_advice(tmp_path):
 def test_a_checkpoint_of_weights_alone_is_no_checkpoint_to_resume(tmp_path, folder):
     job = Job(tmp_path)
     job.manager.save(4, last_step=True)
-    with pytest.raises(CheckpointError, match=r"(?s)train_state.step: missing.*initial_load_path"):
+    with pytest.raises(CheckpointError, match=r"(?s)initial_load_path.*load_step") as error:
         Job(tmp_path).load()
+    told = [line.strip() for line in str(error.value).splitlines()]
+    for state in ("optimizer", "lr_scheduler", "train_state"):  # a line each, not one an entry
+        assert [line for line in told if line.startswith(state)] == [
+            f"{state}: missing in the checkpoint"
+        ]
     other = Job(tmp_path / "other", initial_load_path=str(folder / "step-4"))
     assert other.manager.load()
     assert all(torch.equal(a, b) for a, b in zip(job.numbers(), other.numbers(), strict=True))

@@ -293,7 +293,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
     Without a sidecar, as from stock TorchTitan, that is known of DCP's `.metadata` only.
     """
     if not (checkpoint / METADATA).is_file():
-        if (checkpoint / "model.safetensors.index.json").is_file():
+        if _is_hugging_face(checkpoint):
             return None
         return f"{checkpoint} is no complete checkpoint: {METADATA} is missing"
     try:
@@ -302,6 +302,11 @@ def why_incomplete(checkpoint: Path) -> str | None:
         return str(error)
     wrong = [_wrong_size(checkpoint / n, c) for n, c in sidecar.files.items()] if sidecar else []
     return next(filter(None, wrong), None)
+
+
+def _is_hugging_face(checkpoint: Path) -> bool:
+    """As TorchTitan tells: with `last_save_in_hf` the last one of a run is."""
+    return (checkpoint / "model.safetensors.index.json").is_file()
 
 
 def finish_interrupted(folder: Path) -> None:
@@ -355,6 +360,12 @@ def verify_checkpoint(
 
 def _read_complete(checkpoint: Path, key: bytes | None) -> Sidecar | None:
     if not (checkpoint / METADATA).is_file():
+        if _is_hugging_face(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint} holds Hugging Face safetensors, weights to start from: give it as "
+                "--checkpoint.initial_load_path with --checkpoint.initial_load_in_hf in a new dump "
+                "folder. Or resume an earlier checkpoint: --checkpoint.load_step"
+            )
         raise CheckpointError(
             f"{checkpoint} holds no complete checkpoint: its {METADATA} is missing"
         )

@@ -38,7 +38,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         self._not_model = frozenset(not_model)
 
     def create_local_plan(self) -> LoadPlan:
-        request = _Request(list(self.state_dict), list(self._differences()))
+        request = _Request(list(self.state_dict), list(dict.fromkeys(self._differences())))
         # DCP stops at the first difference that it meets.
         plan = LoadPlan([]) if request.differences else super().create_local_plan()
         return replace(plan, planner_data=request)
@@ -59,8 +59,13 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     def _differences(self) -> Iterator[str]:
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
+        stored_states = {self._state_of(fqn) for fqn in stored}
         may_cast = not any(self._state_of(fqn) == "optimizer" for fqn in self.state_dict)
         for fqn, value in self.state_dict.items():
+            state = self._state_of(fqn)
+            if state is not None and state not in stored_states:
+                yield f"{state}: missing in the checkpoint"  # once, not for every entry of it
+                continue
             if fqn not in stored:
                 yield f"{fqn}: missing in the checkpoint"
                 continue
@@ -105,9 +110,10 @@ def _advice(differences: Collection[str]) -> Iterator[str]:
             "(The position in the data is stored for each data-parallel rank. On another number "
             "of them, start the data anew: --checkpoint.exclude_from_loading dataloader.)"
         )
-    if any(": missing in the checkpoint" in d and d.startswith("optimizer.") for d in differences):
+    if any(": missing in the checkpoint" in d and d.startswith("optimizer") for d in differences):
         yield (
             "(A checkpoint without optimizer state, as the last of a run is unless "
             "--checkpoint.no-last-save-model-only, has weights to start from: give it as "
-            "--checkpoint.initial_load_path in a new dump folder.)"
+            "--checkpoint.initial_load_path in a new dump folder. Or resume an earlier one: "
+            "--checkpoint.load_step.)"
         )

@@ -102,6 +102,10 @@ class CheckedCheckpointManager(CheckpointManager):
                 zero1.wait_for_publish()
         super().close()
 
+    def __del__(self) -> None:
+        # Of a run that has ended or failed; stock closes here, but then no rank waits for another.
+        super().close()
+
     def _purge_stale_checkpoints(self) -> None:
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
