@@ -157,6 +157,16 @@ def test_a_key_takes_only_what_is_signed_with_it(tmp_path):
     assert "signed with another key, or was changed" in told(verify_checkpoint, signed, KEY)
 
 
+@pytest.mark.parametrize("hex_digits", [5, "\xe9"])
+def test_a_seal_that_is_no_hex_is_damage(tmp_path, hex_digits):
+    save(tmp_path / "step-1")
+    file = tmp_path / "step-1" / SIDECAR
+    sidecar = json.loads(file.read_text())
+    sidecar["seal"]["hex"] = hex_digits
+    file.write_text(json.dumps(sidecar))
+    assert f"{file} is damaged" in told(verify_checkpoint, tmp_path / "step-1")
+
+
 def test_a_bad_key_file_is_named(tmp_path):
     short = tmp_path / "short"
     short.write_bytes(b"x" * (MIN_KEY_BYTES - 1))

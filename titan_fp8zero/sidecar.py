@@ -64,13 +64,14 @@ def read_sidecar(checkpoint: Path, key: bytes | None = None) -> Sidecar | None:
         files = {name: FileChecksum(**entry) for name, entry in content["files"].items()}
         sidecar = Sidecar(files, content["notes"])
         is_signed = {"sha256": False, "hmac-sha256": True}[seal["kind"]]
-        given = seal["hex"]
+        given = seal["hex"].encode()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}") from None
     if key is not None and not is_signed:
         raise CheckpointError(f"{checkpoint} is not signed: load it without a key if you trust it")
     # A signature says nothing to who has no key.
-    if is_signed == (key is not None) and not hmac.compare_digest(given, _seal(content, key)):
+    expected = _seal(content, key).encode()
+    if is_signed == (key is not None) and not hmac.compare_digest(given, expected):
         wrong = "is signed with another key, or was changed" if is_signed else "is damaged"
         raise CheckpointError(f"{file} {wrong}")
     return sidecar
