@@ -10,12 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from hf_files import FP8, differing, same_bits, tensors_of
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-from titan_fp8zero import cli, quantize_blockwise, shard_zero1
+from titan_fp8zero import cli, quantize_blockwise, safetensors_folder, shard_zero1
 from titan_fp8zero.blocks import dequantize_blockwise, fold, unfold
 from titan_fp8zero.checkpoint_errors import CheckpointError
 from titan_fp8zero.dcp_folder import DCPFolder
@@ -101,6 +102,7 @@ def test_files_and_index_are_those_of_hugging_face(llama):
     assert len(files) > 2
     assert files == [f"model-0000{number}-of-0000{len(files)}.safetensors" for number in numbers]
     for file in files:
+        assert (folder / file).stat().st_mode == (folder / INDEX).stat().st_mode  # as readable
         found = load_file(folder / file)
         assert found.keys() == {key for key, value in index["weight_map"].items() if value == file}
         assert sum(tensor.nbytes for tensor in found.values()) <= 3_000_000
@@ -443,6 +445,35 @@ def test_bad_exports_are_told_and_write_nothing(llama, tmp_path, capsys):
     error = message_of(capsys, run("export", broken, target, "llama3"))
     assert "lacks __0_0.distcp" in error
     assert not target.exists()
+
+
+def test_damaged_stock_checkpoints_are_told_by_file_or_weight(llama, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(llama[2], broken)
+    for file, named in (
+        ("__0_0.distcp", f"weight of {broken} cannot be read"),
+        (".metadata", f"{broken / '.metadata'} is damaged"),
+    ):
+        (broken / file).write_bytes((broken / file).read_bytes()[:-2000])
+        code = run("export", broken, tmp_path / file, "llama3", *SMALL_LLAMA)
+        assert named in message_of(capsys, code)
+
+
+def test_a_place_that_cannot_be_written_is_told(llama, tmp_path, capsys, monkeypatch):
+    _, _, checkpoint, exported = llama
+    target = tmp_path / "file" / "x"
+    target.parent.touch()
+    code = run("export", checkpoint, target, "llama3", *SMALL_LLAMA)
+    assert f"{target} is not complete: " in message_of(capsys, code)
+    code = run("import", exported, target, "llama3", *SMALL_LLAMA)
+    assert f"{target} is not written: " in message_of(capsys, code)
+
+    def fill_disk(*args, **kwargs):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors_folder, "save_file", fill_disk)
+    code = run("export", checkpoint, tmp_path / "hf", "llama3", *SMALL_LLAMA)
+    assert f"{tmp_path / 'hf'} is not complete: No space left" in message_of(capsys, code)
 
 
 # config.json.

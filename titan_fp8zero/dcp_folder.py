@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_fp8zero.checkpoint import Geometry, UnitRun, WeightView
-from titan_fp8zero.checkpoint_errors import CheckpointError
-from titan_fp8zero.checkpoint_files import CheckpointReader, verify_checkpoint
+from titan_fp8zero.checkpoint_errors import CheckpointError, told_by_all
+from titan_fp8zero.checkpoint_files import METADATA, CheckpointReader, verify_checkpoint
 
 
 class DCPFolder:
@@ -44,7 +44,8 @@ class DCPFolder:
         part = torch.empty(size)
         geometry = Geometry(shape, tuple(offset), tuple(size), is_tiled=False)
         view = WeightView(geometry, (UnitRun(0, part.view(-1)),), part.dtype, part.device)
-        dcp.load({name: view}, storage_reader=self._reader, no_dist=True)
+        with told_by_all(f"{name} of {self.path} cannot be read"):
+            dcp.load({name: view}, storage_reader=self._reader, no_dist=True)
         return part
 
 
@@ -53,4 +54,7 @@ class _Reader(CheckpointReader):
 
     @cache  # noqa: B019, lives as long as its folder
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return super().read_metadata(*args, **kwargs)
+        try:
+            return super().read_metadata(*args, **kwargs)
+        except Exception as error:  # what pickle raises of a damaged file can be any
+            raise CheckpointError(f"{Path(self.path) / METADATA} is damaged: {error!r}") from None

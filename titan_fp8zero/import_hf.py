@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from titan_fp8zero.blocks import dequantize_blockwise, scale_shape
 from titan_fp8zero.checkpoint import TensorWrapper
+from titan_fp8zero.checkpoint_errors import told_by_all
 from titan_fp8zero.checkpoint_files import CheckpointWriter
 from titan_fp8zero.hf_names import SCALE_SUFFIX
 from titan_fp8zero.mismatch import Mismatch, compare_shapes
@@ -45,7 +46,8 @@ def import_checkpoint(
     checkpoint is signed.
 
     Raises Mismatch that lists all that is missing, unknown (but for names that `is_ignored`), or
-    of another shape or dtype, and fields of `config` that the source's own contradicts.
+    of another shape or dtype, and fields of `config` that the source's own contradicts;
+    CheckpointError if it cannot be written.
     """
     found = {name: stored for name, stored in source.tensors.items() if not is_ignored(name)}
     differences = _differences(found, spec) + [
@@ -62,7 +64,8 @@ def import_checkpoint(
     for fqn, shape in spec.dcp_shapes.items():
         tensors = parts[spec.tied.get(fqn, fqn)]
         state[fqn] = StreamedWeight(shape, tensors, source) if tensors else torch.zeros(shape)
-    dcp.save(state, storage_writer=CheckpointWriter(checkpoint, key=key), no_dist=True)
+    with told_by_all(f"{checkpoint} is not written"):
+        dcp.save(state, storage_writer=CheckpointWriter(checkpoint, key=key), no_dist=True)
 
 
 def _differences(found: dict[str, Stored], spec: ModelSpec) -> list[str]:

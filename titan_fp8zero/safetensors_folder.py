@@ -29,8 +29,8 @@ class Stored(NamedTuple):
 class SafetensorsFolder:
     """Reads tensors one at a time, from files that its index names, or from the only file.
 
-    Raises Mismatch that lists every file that is missing or is no safetensors file, and every
-    tensor that is not in the file which the index names.
+    Raises Mismatch that lists every file that is missing, unreadable or no safetensors file, and
+    every tensor that is not in the file which the index names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,6 +43,8 @@ class SafetensorsFolder:
                 self.tensors |= _headers(path / file)
             except FileNotFoundError:
                 unread[file] = "missing file"
+            except OSError as error:
+                unread[file] = f"unreadable file ({error})"
             except SafetensorError as error:
                 unread[file] = f"no whole safetensors file ({error})"
         problems = [f"{reason}: {file}" for file, reason in unread.items()]
@@ -109,6 +111,7 @@ def write_shards(
     total_size = 0
     for file, tensors in shards:
         save_file(dict(tensors), path / file, metadata={"format": "pt"})
+        (path / file).chmod(path.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
         weight_map |= dict.fromkeys(tensors, file)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
         del tensors

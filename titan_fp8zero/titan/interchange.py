@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from titan_fp8zero.blocks import BLOCK
 from titan_fp8zero.checkpoint_errors import CheckpointError
@@ -56,15 +57,17 @@ def export_model(
         files = export_checkpoint(source, folder, spec, shard_bytes=shard_bytes, **quantization)
         for file in files:
             print(f"written {folder / file}")
+        (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     except (Mismatch, Inexpressible, CheckpointError) as error:
         raise BadInput(str(error)) from None
+    except (OSError, SafetensorError) as error:  # the latter where a disk is full
+        raise BadInput(f"{folder} is not complete: {error}") from None
     if description.get("scoring_func") == "softmax":
         logger.warning(
             "%s has scoring_func softmax, which vLLM reads; DeepseekV3ForCausalLM of transformers "
             "computes sigmoid whatever it says",
             folder / CONFIG,
         )
-    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _warn_of_tensor_parallel(model: HFModel, spec: ModelSpec) -> None:
