@@ -28,7 +28,7 @@ from titan_fp8zero.linear import BlockwiseFP8Linear
 from titan_fp8zero.mismatch import Mismatch
 from titan_fp8zero.model_spec import Entry, ModelSpec
 from titan_fp8zero.rollout import iter_fp8_weights
-from titan_fp8zero.safetensors_folder import INDEX, SafetensorsFolder
+from titan_fp8zero.safetensors_folder import CONFIG, INDEX, SafetensorsFolder
 from titan_fp8zero.titan.converter import BlockwiseFP8Converter
 from titan_fp8zero.titan.hf_config import Inexpressible, hf_config
 from titan_fp8zero.titan.hf_model import HFModel
@@ -417,6 +417,24 @@ def test_broken_folders_are_told_file_by_file(llama, tmp_path, capsys):
     (folder / INDEX).write_text("[")
     code = run("import", folder, tmp_path / "ckpt", "llama3")
     assert f"{INDEX} has no weight_map" in message_of(capsys, code)
+    (folder / INDEX).write_text('{"weight_map": {"a": 3}}')
+    code = run("import", folder, tmp_path / "ckpt", "llama3")
+    assert f"{INDEX} has 3 as the file of a" in message_of(capsys, code)
+    shutil.copytree(llama[3], folder, dirs_exist_ok=True)
+    (folder / CONFIG).write_text("[1]")
+    code = run("import", folder, tmp_path / "ckpt", "llama3")
+    assert f"{CONFIG} is no JSON object" in message_of(capsys, code)
+
+
+def test_what_the_same_weights_would_compute_otherwise_is_named(llama, tmp_path, caplog):
+    folder = tmp_path / "hf"
+    shutil.copytree(llama[3], folder)
+    assert run("import", folder, tmp_path / "same", "llama3", *SMALL_LLAMA) == 0
+    assert "training computes" not in caplog.text
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"rope_theta": 10000.0}))
+    assert run("import", folder, tmp_path / "other", "llama3", *SMALL_LLAMA) == 0
+    assert "rope_theta 10000.0, training computes with 500000" in caplog.text
 
 
 def test_bad_exports_are_told_and_write_nothing(llama, tmp_path, capsys):

@@ -66,18 +66,25 @@ class SafetensorsFolder:
                 raise Mismatch(self.path, [f"it has neither {INDEX} nor {SINGLE_FILE}"])
             return {}
         try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise Mismatch(self.path, [f"{INDEX} has no weight_map: {error!r}"]) from None
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise Mismatch(self.path, [f"{INDEX} has {file!r} as the file of {name}"])
+        return weight_map
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`config.json`; empty without one. Raises Mismatch if it is no JSON."""
+        """`config.json`; empty without one. Raises Mismatch if it is no JSON object."""
         file = self.path / CONFIG
         try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         except ValueError as error:
             raise Mismatch(self.path, [f"{CONFIG} is no JSON: {error}"]) from None
+        if not isinstance(config, dict):
+            raise Mismatch(self.path, [f"{CONFIG} is no JSON object, but {config!r}"])
+        return config
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, whole."""

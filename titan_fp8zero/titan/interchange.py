@@ -26,6 +26,13 @@ logger = logging.getLogger("titan_fp8zero")
 HEADS = ("num_attention_heads", "num_key_value_heads")
 """What configs have to agree on beyond shapes: heads cut rows, and Llama orders rows by them."""
 
+COMPUTED = (
+    *("rms_norm_eps", "rope_theta", "rope_scaling"),
+    *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor"),
+    *("scoring_func", "n_group", "topk_group"),
+)
+"""What else changes the values that the same weights compute."""
+
 
 def export_model(
     checkpoint: Path, folder: Path, config: Any, *, as_bf16: bool, shard_bytes: int
@@ -91,7 +98,7 @@ def import_model(folder: Path, checkpoint: Path, config: Any) -> None:
     that a TorchTitan config trains.
 
     Layers for multi-token prediction, which TorchTitan's models do not have, are left out and named
-    in the log. Raises BadInput.
+    in the log, and so is what the folder's config computes otherwise. Raises BadInput.
     """
     _check_free(checkpoint)
     model = HFModel.of(config)
@@ -112,6 +119,12 @@ def import_model(folder: Path, checkpoint: Path, config: Any) -> None:
         )
     except (Mismatch, Inexpressible, CheckpointError) as error:
         raise BadInput(str(error)) from None
+    for key in COMPUTED:
+        if key in source.config and key in described and source.config[key] != described[key]:
+            logger.warning(
+                "%s has %s %s, training computes with %s: the same weights give other values",
+                *(folder / CONFIG, key, source.config[key], described[key]),
+            )
 
 
 def _key(config: Any) -> bytes | None:
