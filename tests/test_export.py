@@ -486,6 +486,15 @@ def test_a_place_that_cannot_be_written_is_told(llama, tmp_path, capsys, monkeyp
     code = run("import", exported, target, "llama3", *SMALL_LLAMA)
     assert f"{target} is not written: " in message_of(capsys, code)
 
+    def deny(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    with monkeypatch.context() as denied:
+        denied.setattr(Path, "exists", deny)
+        for command, source in (("export", checkpoint), ("import", exported)):
+            code = run(command, source, target, "llama3", *SMALL_LLAMA)
+            assert f"Permission denied: '{target}'" in message_of(capsys, code)
+
     def fill_disk(*args, **kwargs):
         raise SafetensorError("No space left on device")
 

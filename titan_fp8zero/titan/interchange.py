@@ -117,7 +117,7 @@ def import_model(folder: Path, checkpoint: Path, config: Any) -> None:
                 name.startswith(left_out) or model.names_without_weight.fullmatch(name)
             ),
         )
-    except (Mismatch, Inexpressible, CheckpointError) as error:
+    except (Mismatch, Inexpressible, CheckpointError, OSError) as error:
         raise BadInput(str(error)) from None
     for key in COMPUTED:
         if key in source.config and key in described and source.config[key] != described[key]:
@@ -142,5 +142,9 @@ def _prediction_layers(source: SafetensorsFolder, num_layers: int) -> tuple[str,
 
 
 def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as error:
+        raise BadInput(str(error)) from None
+    if not is_free:
         raise BadInput(f"{folder} exists and is not an empty directory: name a new one")
