@@ -5,6 +5,7 @@ fraction of a second, so that every test has fresh ranks, and one that aborts ha
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -131,6 +132,9 @@ def _run_rank(
         os.dup2(log.fileno(), 2)  # C++ that aborts writes to the descriptor
     faulthandler.enable(2)
     faulthandler.dump_traceback_later(timeout - 1, file=2)  # where a hang hangs
+    # As TorchTitan's trainer does. torch 2.13 aborts where a collection meets a tensor in use by
+    # another thread or a finalizer (an internal assert in THPVariable_clear): gloo has threads.
+    gc.disable()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(

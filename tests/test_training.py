@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from small_models import LAYERS, debug_model_args
 
 from titan_fp8zero.job import load_planned_job
 from titan_fp8zero.titan.planner.buckets import PlannedBucket
@@ -193,8 +194,11 @@ def test_without_fp8_every_printed_digit_equals_stock_fsdp2(ranks: int, name: st
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_planned_is_what_shard_zero1_lays_out(
-    ranks: int, name: str, args: list[str]
+    ranks: int, name: str, args: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for model, flavors in debug_model_args().items():
+        for model_args in flavors:
+            monkeypatch.setattr(model_args, "n_layers", LAYERS[model])
     job = load_planned_job(Path(args[1]), args[2:], ranks)
     plan = make_plan(job)
     strategy = job.config.blockwise_fp8.strategy
@@ -222,7 +226,7 @@ def as_described(bucket: PlannedBucket) -> dict:
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3_ep1"])
 def test_initial_weights_equal_the_stock_runs_to_the_bit(name: str) -> None:
     stock = results(2)[f"{name}_stock"]["initial"]
-    assert len(stock) > 50
+    assert len(stock) > 20
     assert results(2)[name]["initial"] == stock
     if name == "llama3":
         assert results(2)["fp8"]["initial"] == stock

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small_models import shrink_debug_models
 
 import torchtitan_patches
 
@@ -177,6 +178,7 @@ def main() -> None:
     init_logger()
     logger.setLevel(logging.ERROR)
     torchtitan.train.time.sleep = lambda seconds: None
+    shrink_debug_models()
     runs = json.loads(Path(sys.argv[1]).read_text())
     results_file = Path(sys.argv[2])
     results = {}
