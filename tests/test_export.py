@@ -385,6 +385,17 @@ def test_all_that_an_import_lacks_is_told_at_once(llama, tmp_path, capsys):
     assert not (tmp_path / "ckpt").exists()
 
 
+def test_scales_that_are_not_finite_are_not_imported(llama, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(llama[3], folder)
+    scale = f"model.layers.1.mlp.up_proj.weight{SCALE_SUFFIX}"
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"][scale]
+    rewrite(folder, file, **{scale: torch.full((6, 2), torch.nan)})
+    error = message_of(capsys, run("import", folder, tmp_path / "ckpt", "llama3"))
+    assert "model.layers.1.mlp.up_proj.weight of" in error and "not finite" in error
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_layers_for_further_tokens_are_left_out_by_name(llama, tmp_path, caplog):
     folder = tmp_path / "hf"
     shutil.copytree(llama[3], folder)

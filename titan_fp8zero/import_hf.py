@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from titan_fp8zero.blocks import dequantize_blockwise, scale_shape
 from titan_fp8zero.checkpoint import TensorWrapper
-from titan_fp8zero.checkpoint_errors import told_by_all
+from titan_fp8zero.checkpoint_errors import CheckpointError, told_by_all
 from titan_fp8zero.checkpoint_files import CheckpointWriter
 from titan_fp8zero.hf_names import SCALE_SUFFIX
 from titan_fp8zero.mismatch import Mismatch, compare_shapes
@@ -47,7 +47,7 @@ def import_checkpoint(
 
     Raises Mismatch that lists all that is missing, unknown (but for names that `is_ignored`), or
     of another shape or dtype, and fields of `config` that the source's own contradicts;
-    CheckpointError if it cannot be written.
+    CheckpointError if a weight is not finite, or the checkpoint cannot be written.
     """
     found = {name: stored for name, stored in source.tensors.items() if not is_ignored(name)}
     differences = _differences(found, spec) + [
@@ -136,6 +136,8 @@ class StreamedWeight(TensorWrapper):
 
 def _dequantized(name: str, folder: SafetensorsFolder) -> torch.Tensor:
     values = folder.read(name)
-    if folder.tensors[name].dtype != FP8:
-        return values.float()
-    return dequantize_blockwise(values, folder.read(name + SCALE_SUFFIX))
+    if folder.tensors[name].dtype == FP8:
+        values = dequantize_blockwise(values, folder.read(name + SCALE_SUFFIX))
+    if not values.isfinite().all():
+        raise CheckpointError(f"{name} of {folder.path}, or its scales, has values not finite")
+    return values.float()
