@@ -19,6 +19,12 @@ class Machine:
     gemm_tflop_per_s: float
     """Of a large square GEMM, in bf16 on GPUs and in fp32 on CPUs."""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: copies {self.copy_gb_per_s:,.0f} GB/s, multiplies "
+            f"{self.gemm_tflop_per_s:,.1f} TFLOP/s"
+        )
+
 
 def measure_machine(device: torch.device) -> Machine:
     """Copy bandwidth and GEMM rate of a device."""

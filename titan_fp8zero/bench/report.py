@@ -51,10 +51,7 @@ class Report:
     def print(self) -> None:
         """The machine first, then a table."""
         console = Console(width=None if sys.stdout.isatty() else WIDTH)
-        console.print(
-            f"{self.machine.name}: copies {self.machine.copy_gb_per_s:,.0f} GB/s, multiplies "
-            f"{self.machine.gemm_tflop_per_s:,.1f} TFLOP/s"
-        )
+        console.print(str(self.machine))
         table = Table(title=self.title)
         table.add_column("", no_wrap=True)
         for header in ("ms", "GB/s", "of copy", "TFLOP/s", "of GEMM", "time / peer"):

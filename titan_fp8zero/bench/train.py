@@ -71,10 +71,7 @@ def _train(
 
 def _print(machine: Machine, measured: list[Throughput]) -> None:
     console = Console()
-    console.print(
-        f"{machine.name}: copies {machine.copy_gb_per_s:,.0f} GB/s, multiplies "
-        f"{machine.gemm_tflop_per_s:,.1f} TFLOP/s"
-    )
+    console.print(str(machine))
     table = Table(title="Training, per rank")
     table.add_column("config")
     for header in ("tokens/s", "times the first", "peak GiB"):
