@@ -187,6 +187,7 @@ def saved_by(tmp_path_factory):
         ("2", "3", False, "blockwise_foreach"),
         ("2", "2 param", False, "blockwise_foreach"),
         ("2", "3 pooled", False, "blockwise_foreach"),
+        ("2", "4", False, "blockwise_foreach"),
         ("2", "2x2", False, "blockwise_foreach"),
         ("2", "3 small buckets", True, "foreach"),
         ("2x2", "3", False, "sgd"),
@@ -203,6 +204,44 @@ def test_resume_is_exact_on_any_sharding(saved_by, saving, loading, is_async, op
     folder, saved, end = saved_by(saving, is_async, optimizer)
     num_ranks, _ = SHARDINGS[loading]
     loaded, resumed = run_ranks(load_and_run, num_ranks, loading, folder, optimizer)[0]
+    assert not differing(saved, loaded)
+    assert not differing(end, resumed)
+
+
+def spread_magnitudes(model: nn.Module) -> None:
+    """Log-uniform over most of fp32, by rows of blocks: subnormal ones and huge ones."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            blocks = torch.empty(*parameter.shape[:-1], 1).uniform_(-42, 36, generator=generator)
+            if parameter.dim() > 1:  # all rows of a block as its first one
+                rows = torch.arange(parameter.shape[-2])
+                blocks = blocks.index_select(-2, rows - rows % 128)
+            parameter.mul_((10.0**blocks).view(blocks.shape if parameter.dim() else ()))
+
+
+def magnitudes_on_ranks(folder: str, is_saving: bool) -> tuple:
+    """Everything as saved or loaded, and two steps later."""
+    model = GivenGradients()
+    if is_saving:
+        spread_magnitudes(model)
+    _, optimizer = shard(model, mesh_of("2" if is_saving else "3"), "blockwise_foreach")
+    if is_saving:
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    else:
+        load(model, optimizer, folder)
+    at_start = copy.deepcopy(everything(model))
+    train(model, optimizer, range(2))
+    return at_start, everything(model, optimizer)
+
+
+@pytest.mark.multirank
+def test_resume_is_exact_for_blocks_of_all_magnitudes(tmp_path):
+    saved, end = run_ranks(magnitudes_on_ranks, 2, str(tmp_path), True)[0]
+    loaded, resumed = run_ranks(magnitudes_on_ranks, 3, str(tmp_path), False)[0]
+    scales = [tensor for name, tensor in saved.items() if name.endswith("scale_inv")]
+    assert min(tensor.min() for tensor in scales) < 1e-30
+    assert max(tensor.max() for tensor in scales) > 1e20
     assert not differing(saved, loaded)
     assert not differing(end, resumed)
 
