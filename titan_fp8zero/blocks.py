@@ -6,6 +6,7 @@ alone. The formats are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3): e4m
 `scale_inv` a 128x128 block for weights and one per 1x128 group for activations.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
@@ -81,6 +82,46 @@ def unfold(tiles: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return padded[:, :rows, :cols].reshape(shape).contiguous()
 
 
+def fold_add(rank_tiles: torch.Tensor, gradient: torch.Tensor, start: int) -> None:
+    """Fold a gradient `[R, C]` or `[E, R, C]` and add it, in place, to tiles shared out over ranks.
+
+    `rank_tiles` `[ranks, units_per_rank, 128, 128]` holds units rank by rank; the gradient's first
+    tile is unit `start`. Adds in fp32 and rounds once to the dtype of `rank_tiles`.
+    """
+    tiles, units_per_rank = fold(gradient), rank_tiles.shape[1]
+    first = 0
+    while first < len(tiles):
+        rank, unit = divmod(start + first, units_per_rank)
+        count = min(units_per_rank - unit, len(tiles) - first)
+        rank_tiles[rank, unit : unit + count].add_(tiles[first : first + count])
+        first += count
+
+
+def unfold_tiles(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    units: torch.Tensor,
+    weight_codes: Sequence[torch.Tensor],
+    weight_scale_inv: Sequence[torch.Tensor],
+    transposed: Sequence[torch.Tensor] = (),
+) -> None:
+    """Unfold codes e4m3 `[ranks, units_per_rank, 128, 128]`, with scale_inv fp32
+    `[ranks, units_per_rank]`, into weights `[R, C]` or `[E, R, C]` and their scales, in place.
+
+    `units` int64: which units, counted rank by rank, are the weights' tiles, in order and end to
+    end. `transposed`, if not empty, takes the weights' codes with the last two dims swapped.
+    """
+    counts = [scale.numel() for scale in weight_scale_inv]
+    data = codes.view(torch.uint8)  # float8 cannot be indexed everywhere
+    for index, mine in enumerate(units.split(counts)):
+        rank, unit = mine // codes.shape[1], mine % codes.shape[1]
+        weight, scale = weight_codes[index], weight_scale_inv[index]
+        weight.copy_(unfold(data[rank, unit], tuple(weight.shape)).view(weight.dtype))
+        scale.copy_(scale_inv[rank, unit].view(scale.shape))
+        if transposed:
+            transposed[index].copy_(weight.transpose(-2, -1))
+
+
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "fp32") -> torch.Tensor:
     """`scale_inv` (fp32) of groups with these largest magnitudes (fp32).
 
@@ -109,6 +150,31 @@ def quantize_tiles(
     """fp32 tiles `[T, 128, 128]` -> (codes e4m3 `[T, 128, 128]`, scale_inv fp32 `[T]`)."""
     scale = scale_from_amax(tiles.abs().amax(dim=(1, 2)), scale_format)
     return to_e4m3(tiles / scale[:, None, None]), scale
+
+
+def update_tiles(
+    main: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    hyperparameters: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """AdamW (arXiv:1711.05101) on tiles of any shape, in place, computed in fp32.
+
+    `hyperparameters` fp32 `[4]`: `1 - lr * weight_decay`, `lr / (1 - beta1^step)`,
+    `1 / sqrt(1 - beta2^step)`, and what gradients are multiplied by. `main` is fp32; moments of
+    another dtype are rounded to it last.
+    """
+    decay, step_size, correction, clip_factor = hyperparameters
+    beta1, beta2 = betas
+    g = gradient.float() * clip_factor
+    m = exp_avg.float().lerp(g, 1 - beta1)
+    v = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
+    main.mul_(decay).sub_(step_size * m / (v.sqrt() * correction + eps))
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
 
 
 def quantize_blockwise(

@@ -5,7 +5,7 @@ rank's row and one collective serves the whole bucket:
 
     gradient  [ranks, units_per_rank * unit | one "used" flag a member]   Partial -> BlockShard
     main      [units_per_rank, *unit]                                     this rank's units, fp32
-    payload   [1, codes | scales] bytes, or [1, values]                   BlockShard -> Replicate
+    payload   [1, codes | scales | padding] bytes, or [1, values]         BlockShard -> Replicate
 """
 
 from typing import NamedTuple
@@ -16,14 +16,23 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from titan_fp8zero.blocks import BLOCK, TILE_NUMEL, ScaleFormat, quantize_tiles
+from titan_fp8zero.blocks import BLOCK, TILE_NUMEL, ScaleFormat
+from titan_fp8zero.kernels.fold import fold_add
+from titan_fp8zero.kernels.quantize import quantize_tiles
+from titan_fp8zero.kernels.update import update_tiles
 from titan_fp8zero.layout import BucketLayout, MainLayout, Member
 from titan_fp8zero.lost_ranks import lost_ranks
 from titan_fp8zero.placement import BlockShard
 from titan_fp8zero.ring import GradientRing
 
-ROW_ALIGNMENT = 8  # elements: rows of bf16 start at 16 bytes
+ROW_ALIGNMENT = 16
+"""Elements, or bytes of a payload: kernels load 16 bytes at a time from any row."""
 SCALE_BYTES = 4
+
+
+def payload_row_bytes(units: int) -> int:
+    """Bytes that a rank of an FP8 bucket publishes: its tiles' codes, their scales, padding."""
+    return -(-units * (TILE_NUMEL + SCALE_BYTES) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class DataParallelMesh(NamedTuple):
@@ -74,11 +83,40 @@ class Payload:
         if self._scale_inv is None:
             self._codes_or_values.copy_(main)
             return
-        if self._precision.round_main_to_bf16:
-            main = main.bfloat16().float()
-        codes, scale_inv = quantize_tiles(main, self._precision.scale_format)
-        self._codes_or_values.copy_(codes)
-        self._scale_inv.copy_(scale_inv)
+        quantize_tiles(
+            main,
+            self._codes_or_values,
+            self._scale_inv,
+            self._precision.scale_format,
+            self._precision.round_main_to_bf16,
+        )
+
+    def update_and_write(
+        self,
+        main: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        hyperparameters: torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """`update_tiles` on the local tiles of an FP8 main parameter, which writes them too."""
+        assert self._scale_inv is not None, "high-precision parameters have no tiles"
+        self.is_fresh = True
+        update_tiles(
+            main,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+            self._codes_or_values,
+            self._scale_inv,
+            hyperparameters,
+            *betas,
+            eps,
+            self._precision.scale_format,
+            self._precision.round_main_to_bf16,
+        )
 
 
 class Gathered(NamedTuple):
@@ -89,15 +127,12 @@ class Gathered(NamedTuple):
     scale_inv: torch.Tensor | None
     """fp32 `[ranks, units_per_rank]`, of an FP8 bucket."""
 
-    def member(self, main: MainLayout, member: Member) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A weight's units end to end, and their scales."""
-        runs = list(main.runs(member))
-
-        def join(rows: torch.Tensor) -> torch.Tensor:
-            return torch.cat([rows[r.rank, r.local_start : r.local_start + r.units] for r in runs])
-
-        scale_inv = None if self.scale_inv is None else join(self.scale_inv)
-        return join(self.codes_or_values), scale_inv
+    def values(self, main: MainLayout, member: Member) -> torch.Tensor:
+        """A high-precision weight's units end to end."""
+        rows = self.codes_or_values
+        return torch.cat(
+            [rows[r.rank, r.local_start : r.local_start + r.units] for r in main.runs(member)]
+        )
 
 
 class ReducedGradient:
@@ -148,14 +183,19 @@ class Bucket:
 
     # Gradient: fold-accumulate, then one reduce-scatter.
 
-    def accumulate(self, main: MainLayout, member: Member, units: torch.Tensor) -> None:
-        """Add a weight's gradient, as units `[T, *unit]`, and mark the weight as used."""
+    def accumulate(self, main: MainLayout, member: Member, gradient: torch.Tensor) -> None:
+        """Add a weight's gradient, of the weight's shape, and mark the weight as used."""
         if self._gradient is None:
             self._gradient = self._zero_gradient()
         rows = self._gradient_units(self._gradient)
-        for run in main.runs(member):
-            local = rows[run.rank, run.local_start : run.local_start + run.units]
-            local.add_(units[run.start : run.start + run.units])
+        if self.is_fp8:
+            local = slice(main.local_start, main.local_start + main.units_per_rank)
+            fold_add(rows[:, local], gradient, member.start)
+        else:
+            elements = gradient.reshape(-1)
+            for run in main.runs(member):
+                units = rows[run.rank, run.local_start : run.local_start + run.units]
+                units.add_(elements[run.start : run.start + run.units])
         self._flags(self._gradient)[:, self._flag_of[member.weight.fqn]] = 1
 
     def start_reduce(self) -> None:
@@ -250,7 +290,7 @@ class Bucket:
         device = self.main.device
         if not self.is_fp8:
             return torch.zeros(1, self._units, dtype=self.precision.compute, device=device)
-        row_bytes = self._units * (TILE_NUMEL + SCALE_BYTES)
+        row_bytes = payload_row_bytes(self._units)
         return torch.zeros(1, row_bytes, dtype=torch.uint8, device=device)
 
     def _split_payload(self, payload: torch.Tensor) -> Gathered:
@@ -259,7 +299,8 @@ class Bucket:
         code_bytes = self._units * TILE_NUMEL
         codes = payload[:, :code_bytes].view(torch.float8_e4m3fn)
         codes = codes.view(len(payload), self._units, BLOCK, BLOCK)
-        return Gathered(codes, payload[:, code_bytes:].view(torch.float32))
+        scale_inv = payload[:, code_bytes : code_bytes + self._units * SCALE_BYTES]
+        return Gathered(codes, scale_inv.view(torch.float32))
 
     def _wait(self, tensor: torch.Tensor, collective: str) -> torch.Tensor:
         if not isinstance(tensor, AsyncCollectiveTensor):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from titan_fp8zero import blocks
 from titan_fp8zero.blocks import BLOCK, ScaleFormat
+from titan_fp8zero.kernels.activation import launch_quantize_columns, launch_quantize_rows
 
 logger = logging.getLogger("titan_fp8zero")
 
@@ -73,6 +74,9 @@ def quantize_rows(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     return blocks.quantize_rows(x, cast(ScaleFormat, scale_format))
 
 
+quantize_rows.register_kernel("cuda", launch_quantize_rows)
+
+
 @quantize_rows.register_fake
 def _(x, scale_format):
     rows, cols = x.shape
@@ -101,6 +105,9 @@ def quantize_columns(
     for tokens, groups in _token_slices(num_tokens_per_expert, x.shape[0]):
         codes[:, tokens], scale[:, groups] = quantize(columns[:, tokens])
     return codes, scale
+
+
+quantize_columns.register_kernel("cuda", launch_quantize_columns)
 
 
 @quantize_columns.register_fake

@@ -49,7 +49,7 @@ class Weight:
         return self.compute.carrier if isinstance(self.compute, FP8Weight) else self.compute
 
     def to_units(self, local: torch.Tensor) -> torch.Tensor:
-        """A local weight or its gradient as units: tiles, or elements in a row."""
+        """A local weight as units: tiles, or elements in a row."""
         return fold(local) if self.is_fp8 else local.reshape(-1)
 
     def from_units(self, units: torch.Tensor) -> torch.Tensor:
@@ -69,14 +69,11 @@ class Weight:
         gathered = sharded.redistribute(placements=[Replicate()]).to_local()
         return self.from_units(torch.cat([gathered[run.rank, : run.units] for run in runs]))
 
-    def write_compute(self, units: torch.Tensor, scale_inv: torch.Tensor | None) -> None:
-        """Unfold published units, in place: compiled graphs keep the address."""
-        if isinstance(self.compute, FP8Weight):
-            assert scale_inv is not None
-            self.compute.codes.copy_(self.from_units(units))
-            self.compute.scale_inv.copy_(scale_inv.view(self.compute.scale_inv.shape))
-        else:
-            local_tensor(self.compute.detach()).copy_(self.from_units(units))
+    def write_compute(self, values: torch.Tensor) -> None:
+        """Take the published units of a high-precision weight, in place: compiled graphs keep the
+        address."""
+        assert isinstance(self.compute, torch.Tensor)
+        local_tensor(self.compute.detach()).copy_(values.view(self.shape))
 
     # Views of weights refer to them. A copy of a view is one of the same weight; in another
     # process there is no such weight.

@@ -63,15 +63,23 @@ class BlockwiseAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            in_one_pass = []
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is None:
+                    continue
+                self._init_state(parameter, group)
+                if _takes_one_pass(parameter, group):
+                    in_one_pass.append(parameter)
+                else:
                     self._update(parameter, group)
+            if in_one_pass:
+                self._update_in_one_pass(in_one_pass, group)
         self.clip_factor = None
         return loss
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        state = self._state_of(parameter, group)
+        state = self.state[parameter]
         gradient = local_tensor(parameter.grad)
         if self.clip_factor is not None:
             gradient = gradient * self.clip_factor
@@ -102,7 +110,26 @@ class BlockwiseAdamW(torch.optim.AdamW):
         if main is not None:
             main.payload.write(local)
 
-    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _update_in_one_pass(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update tiles and quantize them by the kernel; nothing waits for the device."""
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        torch._foreach_add_(steps, 1)
+        hyperparameters = _hyperparameters(torch.stack(steps), group, self.clip_factor)
+        for parameter, its_own in zip(parameters, hyperparameters.unbind(), strict=True):
+            main = main_of(parameter)
+            assert main is not None and parameter.grad is not None
+            exp_avg, exp_avg_sq = (local_tensor(self.state[parameter][name]) for name in MOMENTS)
+            main.payload.update_and_write(
+                local_tensor(parameter.detach()),
+                local_tensor(parameter.grad).contiguous(),
+                exp_avg,
+                exp_avg_sq,
+                its_own,
+                group["betas"],
+                group["eps"],
+            )
+
+    def _init_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             # The fused kernel counts steps on the device, the others on the host, as in torch.
@@ -112,7 +139,28 @@ class BlockwiseAdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(
                     parameter, dtype=self._moment_dtype, requires_grad=False
                 )
-        return state
+
+
+def _takes_one_pass(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+    """Whether the kernel that updates and quantizes takes a parameter: FP8 tiles on a GPU."""
+    main = main_of(parameter)
+    is_tiled = main is not None and main.bucket.is_fp8
+    return is_tiled and bool(group["fused"]) and local_tensor(parameter).is_cuda
+
+
+def _hyperparameters(
+    steps: torch.Tensor, group: dict[str, Any], clip_factor: torch.Tensor | None
+) -> torch.Tensor:
+    """fp32 `[N, 4]`, as `blocks.update_tiles` takes them, of parameters at these steps `[N]`."""
+    beta1, beta2 = group["betas"]
+    steps = steps.double()
+    decay = torch.full_like(steps, 1 - group["lr"] * group["weight_decay"])
+    step_size = group["lr"] / (1 - beta1**steps)
+    correction = (1 - beta2**steps).rsqrt()
+    clip = torch.ones_like(steps)
+    if clip_factor is not None:
+        clip = clip * clip_factor.to(steps.device)
+    return torch.stack([decay, step_size, correction, clip], dim=1).float()
 
 
 def _refuse_unsupported(group: dict[str, Any]) -> None:

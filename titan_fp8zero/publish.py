@@ -13,7 +13,9 @@ import torch.nn as nn
 from torch._dynamo import OptimizedModule
 
 from titan_fp8zero.bucket import Bucket
-from titan_fp8zero.main_parameter import MainParameter
+from titan_fp8zero.compute_weight import FP8Weight
+from titan_fp8zero.kernels.unfold import Destinations, make_destinations, unfold_tiles
+from titan_fp8zero.main_parameter import MainParameter, Weight
 
 IN_FLIGHT = 2
 """All-gathers under way at a time."""
@@ -37,6 +39,9 @@ class Publisher:
         self._overlap = overlap
         self._to_start: list[Bucket] = []
         self._in_flight: list[Bucket] = []
+        self._destinations = {
+            bucket: _destinations_of(mains) for bucket, mains in mains_of.items() if bucket.is_fp8
+        }
         if overlap:
             self._wait_before_readers(model)
 
@@ -73,9 +78,12 @@ class Publisher:
         bucket = self._in_flight.pop(0)
         gathered = bucket.finish_publish()
         self._start_next()
+        if bucket.is_fp8:
+            unfold_tiles(*gathered, *self._destinations[bucket])
+            return
         for main in self._mains_of[bucket]:
             for weight in main.weights:
-                weight.write_compute(*gathered.member(main.layout, weight.member))
+                weight.write_compute(gathered.values(main.layout, weight.member))
 
     def _wait_before_readers(self, model: nn.Module) -> None:
         readers: dict[nn.Module, dict[Bucket, None]] = {}
@@ -98,6 +106,26 @@ class Publisher:
             self._wait_for(buckets)
 
         return wait
+
+
+def _destinations_of(mains: list[MainParameter]) -> Destinations:
+    """Where the tiles of an FP8 bucket go: compute weights, which keep their addresses."""
+    weights = [weight for main in mains for weight in main.weights]
+    computes = [weight.compute for weight in weights if isinstance(weight.compute, FP8Weight)]
+    return make_destinations(
+        [_units_of(weight) for weight in weights],
+        [compute.codes for compute in computes],
+        [compute.scale_inv for compute in computes],
+    )
+
+
+def _units_of(weight: Weight) -> torch.Tensor:
+    """Which units of the bucket, counted rank by rank, are the tiles of a weight."""
+    units_per_rank = weight.main.bucket.layout.units_per_rank
+    runs = weight.main.layout.runs(weight.member)
+    return torch.cat(
+        [run.rank * units_per_rank + run.local_start + torch.arange(run.units) for run in runs]
+    )
 
 
 def _blocks_of(model: nn.Module, readers: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -67,7 +67,7 @@ class GradientReducer:
         if gradient.layout != torch.strided:
             raise RuntimeError(f"{weight.fqn} has a sparse gradient: only dense ones are reduced")
         self._enter_backward()
-        weight.main.bucket.accumulate(weight.main.layout, weight.member, weight.to_units(gradient))
+        weight.main.bucket.accumulate(weight.main.layout, weight.member, gradient)
         self._used_locally.add(weight)
         if self._reduces_now:
             self._awaited[weight.main.bucket].discard(weight)

@@ -7,7 +7,7 @@ from typing import Literal, Self
 import torch
 
 from titan_fp8zero.blocks import TILE_NUMEL
-from titan_fp8zero.bucket import ROW_ALIGNMENT, SCALE_BYTES, Precision
+from titan_fp8zero.bucket import ROW_ALIGNMENT, SCALE_BYTES, Precision, payload_row_bytes
 from titan_fp8zero.layout import BucketLayout, Strategy
 
 FP32_BYTES, BF16_BYTES, FP8_BYTES = 4, 2, 1
@@ -86,7 +86,7 @@ def _gradient_numel(layout: BucketLayout) -> int:
 
 def _payload_bytes(layout: BucketLayout, precision: Precision) -> int:
     if layout.is_fp8:
-        return layout.units_per_rank * (TILE_NUMEL + SCALE_BYTES)
+        return payload_row_bytes(layout.units_per_rank)
     return layout.units_per_rank * precision.compute.itemsize
 
 
