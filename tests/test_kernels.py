@@ -110,11 +110,11 @@ def test_fold_add_equals_its_definition(shape, tiles_dtype, gradient_dtype, devi
     launch_fold_add(launched, gradient, start)
     blocks.fold_add(expected, gradient, start)
     assert_same_values(*rows)
-    added = expected.reshape(-1, BLOCK, BLOCK)[start : start + num_tiles(shape)].clone()
-    before = row[:, blocks.TILE_NUMEL : -16].reshape(-1, BLOCK, BLOCK)[start:][: len(added)]
-    assert torch.equal(added.cpu(), before + fold(gradient.cpu()).to(before.dtype)) or (
-        gradient_dtype != tiles_dtype  # then the sum is rounded once, not the gradient before it
+    mine = slice(start, start + num_tiles(shape))
+    before, after = (
+        r.cpu()[:, blocks.TILE_NUMEL : -16].reshape(-1, BLOCK, BLOCK)[mine] for r in (row, rows[0])
     )
+    assert torch.equal(after, (before.float() + fold(gradient.cpu().float())).to(tiles_dtype))
 
 
 @pytest.mark.parametrize("shape", [(130, 200), (2, 130, 200)])
@@ -250,7 +250,8 @@ def test_update_without_step_or_decay_quantizes_extreme_tiles(device):
     given.main = extreme_tiles().to(device)
     given.hyperparameters = torch.tensor([1.0, 0.0, 1.0, 1.0], device=device)
     given.update(launch_update_tiles)
-    assert_same((given.codes, given.scale_inv), blocks.quantize_tiles(extreme_tiles()))
+    torch.testing.assert_close(given.main.cpu(), extreme_tiles(), rtol=0, atol=0, equal_nan=True)
+    assert_same((given.codes, given.scale_inv), blocks.quantize_tiles(given.main.cpu()))
 
 
 @pytest.mark.gpu
@@ -339,9 +340,9 @@ def test_unfold_refuses_weights_it_cannot_address():
     units, codes, scale = torch.arange(6), torch.zeros(200, 300).to(E4M3), torch.ones(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
         make_destinations([units], [codes.t()], [scale])
-    long = torch.zeros((), dtype=torch.uint8).expand(1, 1 << 24)
-    with pytest.raises(ValueError, match=r"contiguous|too long"):
-        make_destinations([torch.arange(1 << 17)], [long.view(E4M3)], [torch.ones(1, 1 << 17)])
+    long = torch.empty(1, 1 << 23, dtype=E4M3)
+    with pytest.raises(ValueError, match="too long"):
+        make_destinations([torch.arange(1 << 16)], [long], [torch.ones(1, 1 << 16)])
 
 
 # Activations
@@ -379,7 +380,6 @@ def test_quantizing_activations_equals_the_definition(
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_extreme_activations(scale_format, dtype, device):
     x = extreme_tiles().view(-1, BLOCK).to(dtype)
-    x = torch.cat([x, x.view(-1, BLOCK, BLOCK).transpose(1, 2).reshape(x.shape)])
     rows = launch_quantize_rows(x.to(device), scale_format)
     assert_same(rows, blocks.quantize_rows(x, scale_format))
     columns = launch_quantize_columns(x.to(device), scale_format)
@@ -400,7 +400,7 @@ def test_quantizing_columns_of_experts_equals_the_definition(counts, device):
 # Ops
 
 
-def test_ops_declare_what_they_change():
+def test_ops_have_fakes():
     given = Tiles(2, "cpu")
     main, *moments = given.updated
     payload = (given.codes, given.scale_inv)
@@ -431,7 +431,7 @@ def test_ops_declare_what_they_change():
         (unfold_tiles, (codes, scale_inv, *destinations)),
     ]
     for op, args in calls:
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op, args, test_utils="test_faketensor")
 
 
 def test_refusals_name_the_argument():

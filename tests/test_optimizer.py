@@ -7,12 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from models import GivenGradients, assert_same, everything, exact_gradients, my_samples
+from models import (
+    GivenGradients,
+    assert_same,
+    everything,
+    exact_gradients,
+    main_values,
+    my_samples,
+)
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from titan_fp8zero import BlockwiseAdamW, shard_zero1
+import titan_fp8zero.optimizer as optimizer_module
+from titan_fp8zero import BlockwiseAdamW, quantize_blockwise, shard_zero1, unfold
+from titan_fp8zero.main_parameter import main_of
 
 SHAPES = {"plain": (256, 384), "odd": (130, 70), "experts": (3, 128, 130), "norm": (97,)}
 IMPLEMENTATIONS: list[dict[str, bool]] = [
@@ -240,6 +249,66 @@ def test_bf16_moments_are_rounded_after_each_update():
     for before, after in zip(optimizer.state.values(), loaded.state.values(), strict=True):
         assert after["exp_avg"].dtype == torch.bfloat16
         assert torch.equal(before["exp_avg"], after["exp_avg"])
+
+
+def assert_one_pass_is_close_to_two(
+    device: str, moment_dtype: torch.dtype, max_norm: float | None
+) -> None:
+    """Three fused steps; groups, decay, bias correction and clipping; and what is published."""
+    trained = []
+    for fused in (True, False):
+        model = GivenGradients(SHAPES).to(device)
+        zero1 = shard_zero1(model, None, compute_dtype=torch.float32)
+        decayed, *others = model.parameters()
+        groups = [{"params": [decayed], "weight_decay": 0.5}, {"params": others, "lr": 0.1}]
+        built = BlockwiseAdamW(groups, lr=1e-2, fused=fused, moment_dtype=moment_dtype)
+        zero1.attach(built)
+        for step in range(3):
+            gradients = exact_gradients(SHAPES, step, my_samples())
+            model({name: gradient.to(device) for name, gradient in gradients.items()}).backward()
+            if max_norm is not None:
+                zero1.clip_grad_norm_(max_norm)
+            built.step()
+            built.zero_grad()
+        for parameter in zero1.main_parameters:
+            (weight,) = main_of(parameter).weights
+            if weight.is_fp8:
+                codes, scale_inv = quantize_blockwise(unfold(parameter.detach(), weight.shape))
+                assert torch.equal(weight.compute.codes.float(), codes.float())
+                assert torch.equal(weight.compute.scale_inv, scale_inv)
+        trained.append(main_values(model, built))
+    # bf16 moments that fp32 roundings tip over are a bf16 unit apart; terms may cancel afterwards.
+    rounding = 2.0**-8 if moment_dtype == torch.bfloat16 else 2.0**-20
+    for name, expected in trained[1].items():
+        tolerance = rounding * expected.float().abs().max().item()
+        torch.testing.assert_close(
+            trained[0][name].float(), expected.float(), rtol=rounding, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.3])
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_updating_and_quantizing_in_one_pass(monkeypatch, moment_dtype, max_norm):
+    """The way that GPUs take, with the kernel's definition on a CPU."""
+    takes_one_pass = optimizer_module._takes_one_pass
+    taken = []
+
+    def take_on_any_device(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+        assert not takes_one_pass(parameter, group)
+        taken.append(bool(group["fused"] and main_of(parameter).bucket.is_fp8))
+        return taken[-1]
+
+    monkeypatch.setattr(optimizer_module, "_takes_one_pass", take_on_any_device)
+    assert_one_pass_is_close_to_two("cpu", moment_dtype, max_norm)
+    assert taken == [*[True, True, True, False] * 3, *[False] * 12]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("max_norm", [None, 0.3])
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_on_a_gpu(moment_dtype, max_norm):
+    assert_one_pass_is_close_to_two("cuda", moment_dtype, max_norm)
 
 
 @pytest.mark.parametrize(

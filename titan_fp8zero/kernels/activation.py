@@ -83,6 +83,7 @@ def _quantize_columns(
     row_stride,
     col_stride,
     groups,
+    words_per_column,
     UE8M0: tl.constexpr,
     GROUPED: tl.constexpr,
     BY_WORDS: tl.constexpr,
@@ -116,11 +117,9 @@ def _quantize_columns(
     words = tl.trans(words)
     inside = j[:, None] < cols
     if BY_WORDS:
-        word_row = column[:, None] * (rows // 4)
-        target = (
-            codes.to(tl.pointer_type(tl.int32)) + word_row + (first // 4 + tl.arange(0, _WORDS))
-        )
-        tl.store(target, words, mask=inside & (i[None, :] < last))
+        word = group * _WORDS + tl.arange(0, _WORDS)[None, :]
+        target = codes.to(tl.pointer_type(tl.int32)) + column[:, None] * words_per_column + word
+        tl.store(target, words, mask=inside & (word < words_per_column))
     else:
         target = codes + column[:, None] * rows + i[None, :]
         tl.store(target, words.to(tl.uint8), mask=inside & (i[None, :] < last))
@@ -158,6 +157,7 @@ def launch_quantize_columns(
             x.stride(0),
             x.stride(1),
             groups,
+            rows // 4,
             UE8M0=is_ue8m0(scale_format),
             GROUPED=starts is not None,
             BY_WORDS=starts is None and rows % 4 == 0,

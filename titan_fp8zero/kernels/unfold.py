@@ -16,8 +16,10 @@ ALIGNMENT = 16
 """Bytes of the widest load. Weights with sides that are multiples of it take the fast path."""
 
 _COLUMNS = tl.constexpr(5)
-_SIDE_BITS = tl.constexpr(24)
+_SIDE_BITS = tl.constexpr(23)
+_SIDE_MASK = tl.constexpr((1 << 23) - 1)
 _EXTENT_BITS = tl.constexpr(8)
+_EXTENT_MASK = tl.constexpr((1 << 8) - 1)
 _BLOCK = tl.constexpr(BLOCK)
 _WORDS = tl.constexpr(BLOCK // 4)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -30,7 +32,7 @@ class Destinations(NamedTuple):
     table: Tensor
     """int64 `[tiles, 5]`: unit of the bucket, then the addresses of the tile's first code, of its
     first transposed code, and of its scale, then R, C, and the rows and columns inside the weight,
-    in 24, 24, 8 and 8 bits."""
+    in 23, 23, 8 and 8 bits."""
     codes: list[Tensor]
     """e4m3 `[R, C]` or `[E, R, C]` a weight, contiguous."""
     scale_inv: list[Tensor]
@@ -48,7 +50,7 @@ def make_destinations(
     """The table for weights whose tiles, in order, are `units` (int64 `[T]` each) of the bucket.
 
     Unit u of a bucket is tile `u % units_per_rank` of rank `u // units_per_rank`. The tensors must
-    keep their addresses. Raises ValueError for one that is not contiguous, or 2^24 long or longer.
+    keep their addresses. Raises ValueError for one that is not contiguous, or 2^23 long or longer.
     """
     copies: Sequence[Tensor | None] = list(transposed) or [None] * len(codes)
     rows = [
@@ -64,7 +66,7 @@ def _table_rows(units: Tensor, codes: Tensor, scale: Tensor, transposed: Tensor 
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError(f"compute weights must be contiguous, those of {codes.shape} are not")
     if max(rows, cols) >= 1 << _SIDE_BITS.value:
-        raise ValueError(f"a weight of shape {tuple(codes.shape)} is too long to unfold: 2^24")
+        raise ValueError(f"a weight of shape {tuple(codes.shape)} is too long to unfold: 2^23")
     experts, block_rows, block_cols = block_grid(tuple(codes.shape))
     grid = (torch.arange(n) for n in (experts, block_rows, block_cols))
     expert, i, j = (t.flatten() for t in torch.meshgrid(*grid, indexing="ij"))
@@ -124,9 +126,10 @@ def _write_both_by_words(source, target, row_stride, transposed, col_stride, row
     c = tl.load(source + 2 * _WORDS)
     d = tl.load(source + 3 * _WORDS)
 
-    row_stride //= 4
-    target = target.to(tl.pointer_type(tl.int32)) + (4 * i) * row_stride + j
-    inside = 4 * j < cols
+    row_stride = row_stride // _ALIGNMENT * 4  # words
+    target = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), _ALIGNMENT)
+    target += (4 * i) * row_stride + j
+    inside = j < cols // _ALIGNMENT * 4
     tl.store(target, a, mask=inside & (4 * i < rows))
     tl.store(target + row_stride, b, mask=inside & (4 * i + 1 < rows))
     tl.store(target + 2 * row_stride, c, mask=inside & (4 * i + 2 < rows))
@@ -142,9 +145,10 @@ def _write_both_by_words(source, target, row_stride, transposed, col_stride, row
     column2 = ((ab_even >> 16) & 0xFFFF) | (cd_even & -0x10000)
     column3 = ((ab_odd >> 16) & 0xFFFF) | (cd_odd & -0x10000)
 
-    col_stride //= 4
-    transposed = transposed.to(tl.pointer_type(tl.int32)) + (4 * i) * col_stride + j
-    inside = 4 * j < rows
+    col_stride = col_stride // _ALIGNMENT * 4
+    transposed = tl.multiple_of(transposed.to(tl.pointer_type(tl.int32)), _ALIGNMENT)
+    transposed += (4 * i) * col_stride + j
+    inside = j < rows // _ALIGNMENT * 4
     tl.store(transposed, tl.trans(column0), mask=inside & (4 * i < cols))
     tl.store(transposed + col_stride, tl.trans(column1), mask=inside & (4 * i + 1 < cols))
     tl.store(transposed + 2 * col_stride, tl.trans(column2), mask=inside & (4 * i + 2 < cols))
@@ -168,18 +172,20 @@ def _unfold_tiles(
     transposed = tl.load(entry + 2)
     scale_target = tl.load(entry + 3)
     shape = tl.load(entry + 4)
-    row_count = (shape & ((1 << _SIDE_BITS) - 1)).to(tl.int32)
-    col_count = ((shape >> _SIDE_BITS) & ((1 << _SIDE_BITS) - 1)).to(tl.int32)
+    row_count = (shape & _SIDE_MASK).to(tl.int32)
+    col_count = ((shape >> _SIDE_BITS) & _SIDE_MASK).to(tl.int32)
     extent = (shape >> (2 * _SIDE_BITS)).to(tl.int32)
-    rows = extent & 0xFF
-    cols = (extent >> _EXTENT_BITS) & 0xFF
-    if ALIGNED:
+    rows = extent & _EXTENT_MASK
+    cols = extent >> _EXTENT_BITS
+    target = target.to(tl.pointer_type(tl.uint8))
+    transposed = transposed.to(tl.pointer_type(tl.uint8))
+    if ALIGNED:  # changes nothing, but tells the compiler, which then writes 16 bytes at a time
         target = tl.multiple_of(target, _ALIGNMENT)
         transposed = tl.multiple_of(transposed, _ALIGNMENT)
-        row_count = tl.multiple_of(row_count, _ALIGNMENT)
-        col_count = tl.multiple_of(col_count, _ALIGNMENT)
-        rows = tl.multiple_of(rows, _ALIGNMENT)
-        cols = tl.multiple_of(cols, _ALIGNMENT)
+        row_count = row_count // _ALIGNMENT * _ALIGNMENT
+        col_count = col_count // _ALIGNMENT * _ALIGNMENT
+        rows = rows // _ALIGNMENT * _ALIGNMENT
+        cols = cols // _ALIGNMENT * _ALIGNMENT
 
     rank = (unit // units_per_rank).to(tl.int64)
     local = (unit % units_per_rank).to(tl.int64)
@@ -187,8 +193,6 @@ def _unfold_tiles(
     tl.store(scale_target.to(tl.pointer_type(tl.float32)), scale)
 
     source = codes + rank * rank_stride + local * TILE
-    target = target.to(tl.pointer_type(tl.uint8))
-    transposed = transposed.to(tl.pointer_type(tl.uint8))
     if not TRANSPOSED:
         _write_rows(source, target, col_count, rows, cols)
     elif ALIGNED:
