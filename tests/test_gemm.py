@@ -211,6 +211,7 @@ def test_fakes_agree_with_the_ops(num_tokens):
         (gemm.quantize_rows, (x, "ue8m0")),
         (gemm.quantize_rows, (torch.randn(256, 37).t(), "fp32")),
         (gemm.quantize_columns, (x, "fp32", num_tokens)),
+        (gemm.quantize_rows_and_columns, (x, "fp32", num_tokens)),
         (gemm.fp8_gemm_nt, (*rows, *weight, *tail)),
         (gemm.fp8_wgrad_nt, (*columns[0], *columns[1], *tail)),
         (gemm.bf16_wgrad_tn, (dy, *rows, *tail)),

@@ -9,7 +9,11 @@ from test_blocks import log_uniform, random_bits
 
 from titan_fp8zero import blocks, gemm
 from titan_fp8zero.blocks import BLOCK, fold, num_tiles, scale_shape, unfold
-from titan_fp8zero.kernels.activation import launch_quantize_columns, launch_quantize_rows
+from titan_fp8zero.kernels.activation import (
+    launch_quantize_columns,
+    launch_quantize_rows,
+    launch_quantize_rows_and_columns,
+)
 from titan_fp8zero.kernels.fold import fold_add, launch_fold_add
 from titan_fp8zero.kernels.quantize import launch_quantize_tiles, quantize_tiles
 from titan_fp8zero.kernels.unfold import (
@@ -351,39 +355,49 @@ ACTIVATIONS = [(128, 128), (130, 384), (300, 303), (1, 1), (0, 128), (64, 0)]
 LARGE_ACTIVATIONS = [pytest.param(s, marks=needs_gpu) for s in [(8192, 4096), (8190, 7168)]]
 
 
+def define(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, ...]:
+    return *blocks.quantize_rows(x, scale_format), *blocks.quantize_rows(x.t(), scale_format)
+
+
+def assert_rows_and_columns(
+    x: torch.Tensor, scale_format: str, expected: tuple[torch.Tensor, ...]
+) -> None:
+    """Quantized apart and in one pass."""
+    rows = launch_quantize_rows(x, scale_format)
+    columns = launch_quantize_columns(x, scale_format)
+    both = launch_quantize_rows_and_columns(x, scale_format)
+    assert all(t.is_contiguous() for t in (*rows, *columns, *both))
+    for actual in (rows, both[:2]):
+        assert_same(actual, expected[:2])
+    for actual in (columns, both[2:]):
+        assert_same(actual, expected[2:])
+
+
 @pytest.mark.parametrize("shape", [*ACTIVATIONS, *LARGE_ACTIVATIONS])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize(
-    ("launch", "define"),
+    ("dtype", "scale_format", "kind"),
     [
-        (launch_quantize_rows, blocks.quantize_rows),
-        (
-            launch_quantize_columns,
-            lambda x, scale_format: blocks.quantize_rows(x.t(), scale_format),
-        ),
+        (torch.float32, "fp32", "log_uniform"),
+        (torch.bfloat16, "fp32", "normal"),
+        (torch.bfloat16, "ue8m0", "log_uniform"),
     ],
-    ids=["rows", "columns"],
 )
-def test_quantizing_activations_equals_the_definition(
-    launch, define, scale_format, dtype, shape, device
-):
-    kind = "normal" if scale_format == "ue8m0" else "log_uniform"
+def test_quantizing_activations_equals_the_definition(dtype, scale_format, kind, shape, device):
     x = data(shape, kind).to(device, dtype)
-    for view in (x, x.t()):
-        codes, scale_inv = launch(view, scale_format)
-        assert codes.is_contiguous() and scale_inv.is_contiguous()
-        assert_same((codes, scale_inv), define(view, scale_format))
+    assert_rows_and_columns(x, scale_format, define(x, scale_format))
+
+
+def test_quantizing_strided_activations(device):
+    x = data((200, 300), "normal").to(device)
+    for view in (x.t(), x[:, ::3], x[:1].expand(130, 300)):
+        assert_rows_and_columns(view, "fp32", define(view, "fp32"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_extreme_activations(scale_format, dtype, device):
     x = extreme_tiles().view(-1, BLOCK).to(dtype)
-    rows = launch_quantize_rows(x.to(device), scale_format)
-    assert_same(rows, blocks.quantize_rows(x, scale_format))
-    columns = launch_quantize_columns(x.to(device), scale_format)
-    assert_same(columns, blocks.quantize_rows(x.t(), scale_format))
+    assert_rows_and_columns(x.to(device), scale_format, define(x, scale_format))
 
 
 @pytest.mark.parametrize(
@@ -391,10 +405,13 @@ def test_extreme_activations(scale_format, dtype, device):
     [[130, 0, 257, 13], [0, 0, 0, 0], [0, 400, 0, 0], [1, 1, 1, 1], [128, 128, 128, 26], [410]],
 )
 def test_quantizing_columns_of_experts_equals_the_definition(counts, device):
-    x, num_tokens = data((410, 200), "log_uniform"), torch.tensor(counts)
-    expected = gemm.quantize_columns(x, "fp32", num_tokens)
-    actual = launch_quantize_columns(x.to(device), "fp32", num_tokens.to(device))
-    assert_same(actual, expected)
+    x, num_tokens = data((410, 72), "log_uniform"), torch.tensor(counts)
+    expected = gemm.quantize_rows_and_columns(x, "fp32", num_tokens)
+    x, num_tokens = x.to(device), num_tokens.to(device)
+    assert_same(launch_quantize_columns(x, "fp32", num_tokens), expected[2:])
+    both = launch_quantize_rows_and_columns(x, "fp32", num_tokens)
+    assert_same(both[:2], expected[:2])
+    assert_same(both[2:], expected[2:])
 
 
 # Ops

@@ -158,9 +158,10 @@ def test_costs_of_a_bucket_by_hand() -> None:
     assert megatron.memory == numel / 4 * (4 + 8 + 16 + 8 + 1)
     assert megatron.collectives_by_kind == (1, 1, 1)
     ours = step_cost("block", layout, PRECISION)
-    assert ours.reduce == 4 * (2 * TILE + 8) * 4 * 3 / 4  # 8: which weights were used
-    assert ours.gather == 4 * 2 * (TILE + 4) * 3 / 4
-    assert ours.memory == 2 * TILE * 28 + 2 * (TILE + 4) + 2 * 4 * 2 * (TILE + 4)
+    assert ours.reduce == 4 * (2 * TILE + 16) * 4 * 3 / 4  # 16: which weights were used
+    payload = 2 * TILE + 16  # two scales, and padding
+    assert ours.gather == 4 * payload * 3 / 4
+    assert ours.memory == 2 * TILE * 28 + payload + 2 * 4 * payload
     assert ours.amax == 0
     assert ours.collectives_by_kind == (1, 0, 1)
 
@@ -169,7 +170,7 @@ def test_hsdp_adds_an_all_reduce_of_the_shard_and_micro_batches_multiply() -> No
     layout = layout_of(spec("w", 8, 4))
     once = step_cost("block", layout, PRECISION)
     hsdp = step_cost("block", layout, PRECISION, replicas=2)
-    assert hsdp.reduce - once.reduce == 2 * (2 * TILE + 8) * 4 / 2
+    assert hsdp.reduce - once.reduce == 2 * (2 * TILE + 16) * 4 / 2
     assert hsdp.collectives_by_kind == (1, 1, 1)
     each = step_cost("block", layout, PRECISION, replicas=2, reductions=3)
     assert each.reduce == 3 * hsdp.reduce

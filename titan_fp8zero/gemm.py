@@ -21,7 +21,11 @@ from torch import Tensor
 
 from titan_fp8zero import blocks
 from titan_fp8zero.blocks import BLOCK, ScaleFormat
-from titan_fp8zero.kernels.activation import launch_quantize_columns, launch_quantize_rows
+from titan_fp8zero.kernels.activation import (
+    launch_quantize_columns,
+    launch_quantize_rows,
+    launch_quantize_rows_and_columns,
+)
 
 logger = logging.getLogger("titan_fp8zero")
 
@@ -118,6 +122,28 @@ def _(x, scale_format, num_tokens_per_expert=None):
     else:
         groups = rows // BLOCK + num_tokens_per_expert.shape[0]
     return x.new_empty((cols, rows), dtype=E4M3), x.new_empty((cols, groups), dtype=torch.float32)
+
+
+@_opaque("titan_fp8zero::quantize_rows_and_columns")
+def quantize_rows_and_columns(
+    x: Tensor, scale_format: str, num_tokens_per_expert: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `quantize_rows` and `quantize_columns` return, in one pass over x."""
+    return (
+        *quantize_rows(x, scale_format),
+        *quantize_columns(x, scale_format, num_tokens_per_expert),
+    )
+
+
+quantize_rows_and_columns.register_kernel("cuda", launch_quantize_rows_and_columns)
+
+
+@quantize_rows_and_columns.register_fake
+def _(x, scale_format, num_tokens_per_expert=None):
+    return (
+        *quantize_rows(x, scale_format),
+        *quantize_columns(x, scale_format, num_tokens_per_expert),
+    )
 
 
 @_opaque("titan_fp8zero::fp8_gemm_nt")

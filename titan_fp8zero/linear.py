@@ -149,12 +149,12 @@ def quantize_activation(
 ) -> FP8Activation:
     """Quantize x `[M, K]` for the products with `weights` and for their gradients."""
     data = x.detach()
-    codes, scale_inv = gemm.quantize_rows(data, config.scale_format)
     has_wgrad = torch.is_grad_enabled() and any(weight.carrier.requires_grad for weight in weights)
     if config.wgrad == "bf16" or not has_wgrad:
+        codes, scale_inv = gemm.quantize_rows(data, config.scale_format)
         return FP8Activation(x, codes, scale_inv, None, None)
-    columns = gemm.quantize_columns(data, config.scale_format, num_tokens_per_expert)
-    return FP8Activation(x, codes, scale_inv, *columns)
+    quantized = gemm.quantize_rows_and_columns(data, config.scale_format, num_tokens_per_expert)
+    return FP8Activation(x, *quantized)
 
 
 def multiply(
@@ -211,11 +211,18 @@ class _Multiply(torch.autograd.Function):
         scale_format, wgrad, backend = ctx.config
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = None
+        dy_rows: tuple[Tensor, ...] = ()
+        dy_columns: tuple[Tensor, ...] = ()
+        if needs_dx and needs_dw and wgrad == "fp8":
+            quantized = gemm.quantize_rows_and_columns(dy, scale_format, num_tokens_per_expert)
+            dy_rows, dy_columns = quantized[:2], quantized[2:]
+        elif needs_dx:
+            dy_rows = gemm.quantize_rows(dy, scale_format)
+        elif wgrad == "fp8":
+            dy_columns = gemm.quantize_columns(dy, scale_format, num_tokens_per_expert)
         if needs_dx:
-            dy_codes, dy_scale = gemm.quantize_rows(dy, scale_format)
             dx = gemm.fp8_gemm_nt(
-                dy_codes,
-                dy_scale,
+                *dy_rows,
                 w_codes.transpose(-2, -1),
                 w_scale.transpose(-2, -1),
                 ctx.x_dtype,
@@ -227,10 +234,8 @@ class _Multiply(torch.autograd.Function):
                 dy, x_codes, x_scale, ctx.carrier_dtype, backend, num_tokens_per_expert
             )
         elif needs_dw:
-            dy_codes, dy_scale = gemm.quantize_columns(dy, scale_format, num_tokens_per_expert)
             dw = gemm.fp8_wgrad_nt(
-                dy_codes,
-                dy_scale,
+                *dy_columns,
                 x_codes,
                 x_scale,
                 ctx.carrier_dtype,

@@ -20,6 +20,7 @@ TILE = tl.constexpr(TILE_NUMEL)
 NUM_WARPS = 16
 
 _E4M3_MAX = tl.constexpr(blocks.E4M3_MAX)
+_E4M3_MAX_RECIPROCAL = tl.constexpr(torch.tensor(1 / blocks.E4M3_MAX).item())
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 _LIFT_BELOW = tl.constexpr(2.0**-60)
@@ -37,16 +38,19 @@ def magnitude_bits(x):
 def scale_of(amax_bits, UE8M0: tl.constexpr):
     """`blocks.scale_from_amax` of the bits of the largest magnitudes."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    bits = tl.div_rn(amax, _E4M3_MAX).to(tl.int32, bitcast=True)
-    bits = tl.maximum(bits, _SMALLEST_NORMAL_BITS)
+    quotient = amax * _E4M3_MAX_RECIPROCAL
+    excess = tl.fma(quotient, _E4M3_MAX, -amax)
+    scale = tl.fma(excess, -_E4M3_MAX_RECIPROCAL, quotient)
+    bits = tl.maximum(scale.to(tl.int32, bitcast=True), _SMALLEST_NORMAL_BITS)
     if UE8M0:
-        bits = tl.where(bits < _INFINITY_BITS, (bits + 0x7FFFFF) & _INFINITY_BITS, bits)
+        bits = (bits + 0x7FFFFF) & _INFINITY_BITS
+    bits = tl.where(amax_bits < _INFINITY_BITS, bits, amax_bits)
     return tl.where(amax_bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def divisor_of(scale):
-    """(lift, divisor, reciprocal) of scales, for `codes_of`.
+    """(lift, divisor, reciprocal) of scales, for `quotient_of`.
 
     Below 2^-60 the remainder of a quotient could be subnormal and lose bits: x and scale are
     lifted by 2^64 there. An infinite scale has reciprocal 0, and gives quotients of the right sign,
@@ -59,13 +63,19 @@ def divisor_of(scale):
 
 
 @triton.jit
-def codes_of(x, lift, divisor, reciprocal):
-    """e4m3 codes of x / scale, rounded as `blocks.to_e4m3` of the correctly rounded quotient."""
+def quotient_of(x, lift, divisor, reciprocal):
+    """x / scale, correctly rounded."""
     x = x * lift
     quotient = x * reciprocal
     # quotient * divisor - x, in this order: a zero remainder is +0 and -0 / scale stays -0.
     excess = tl.fma(quotient, divisor, -x)
-    return tl.fma(excess, -reciprocal, quotient).to(tl.float8e4nv)
+    return tl.fma(excess, -reciprocal, quotient)
+
+
+@triton.jit
+def codes_of(x, lift, divisor, reciprocal):
+    """`blocks.to_e4m3` of x / scale: the conversion saturates."""
+    return quotient_of(x, lift, divisor, reciprocal).to(tl.float8e4nv)
 
 
 @triton.jit
