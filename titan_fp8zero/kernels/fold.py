@@ -13,7 +13,7 @@ _BLOCK = tl.constexpr(BLOCK)
 _NUM_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "block_rows", "block_cols", "units_per_rank"])
 def _fold_add(
     rank_tiles,
     gradient,

@@ -155,7 +155,7 @@ def _write_both_by_words(source, target, row_stride, transposed, col_stride, row
     tl.store(transposed + 3 * col_stride, tl.trans(column3), mask=inside & (4 * i + 3 < cols))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units_per_rank", "rank_scale_stride"])
 def _unfold_tiles(
     table,
     codes,
