@@ -39,7 +39,7 @@ def scale_of(amax_bits, UE8M0: tl.constexpr):
     """`blocks.scale_from_amax` of the bits of the largest magnitudes."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     quotient = amax * _E4M3_MAX_RECIPROCAL
-    excess = tl.fma(quotient, _E4M3_MAX, -amax)
+    excess = tl.fma(quotient, _E4M3_MAX, amax * -1.0)
     scale = tl.fma(excess, -_E4M3_MAX_RECIPROCAL, quotient)
     bits = tl.maximum(scale.to(tl.int32, bitcast=True), _SMALLEST_NORMAL_BITS)
     if UE8M0:
@@ -67,9 +67,10 @@ def quotient_of(x, lift, divisor, reciprocal):
     """x / scale, correctly rounded."""
     x = x * lift
     quotient = x * reciprocal
-    # quotient * divisor - x, in this order: a zero remainder is +0 and -0 / scale stays -0.
-    excess = tl.fma(quotient, divisor, -x)
-    return tl.fma(excess, -reciprocal, quotient)
+    # quotient * divisor - x, in this order: a zero remainder is +0 and -0 / scale stays -0. Triton
+    # 3.6 takes -x for 0 - x, which has no -0; the product is a true negation, and as free.
+    excess = tl.fma(quotient, divisor, x * -1.0)
+    return tl.fma(excess, reciprocal * -1.0, quotient)
 
 
 @triton.jit
