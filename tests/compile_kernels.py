@@ -13,8 +13,10 @@ from titan_fp8zero.kernels.activation import (
     launch_quantize_columns,
     launch_quantize_rows_and_columns,
 )
+from titan_fp8zero.kernels.dequantize import launch_dequantize_rows
 from titan_fp8zero.kernels.fold import launch_fold_add
 from titan_fp8zero.kernels.quantize import launch_quantize_tiles
+from titan_fp8zero.kernels.transpose import launch_transpose
 from titan_fp8zero.kernels.unfold import launch_unfold_tiles, make_destinations
 from titan_fp8zero.kernels.update import launch_update_tiles
 
@@ -78,7 +80,13 @@ def launches() -> list[tuple[str, Any, tuple[Any, ...]]]:
             (*gathered, *make_destinations(*written, [weight.t().contiguous()])),
         ),
         ("activation", launch_quantize_rows_and_columns, (x, "fp32")),
-        ("experts", launch_quantize_columns, (x, "fp32", torch.tensor([100, 156]))),
+        (
+            "experts",
+            launch_quantize_columns,
+            (x, "fp32", torch.tensor([100, 256]).int()),
+        ),
+        ("dequantize", launch_dequantize_rows, (x.to(E4M3), torch.ones(4, 256).t(), bf16)),
+        ("transpose", launch_transpose, (weight,)),
     ]
 
 

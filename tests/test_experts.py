@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from titan_fp8zero.blocks import quantize_blockwise
 from titan_fp8zero.compute_weight import FP8Weight, gradient_carrier
+from titan_fp8zero.expert_tokens import pad_tokens, place_tokens, unpad_tokens
 from titan_fp8zero.experts import BlockwiseFP8GroupedExperts
 from titan_fp8zero.linear import BlockwiseFP8Linear
 
@@ -77,8 +78,10 @@ def test_equals_a_loop_over_linears_to_the_bit(dtype, wgrad, scale_format, count
         return F.pad(torch.cat(outs), (0, 0, 0, TOKENS - sum(counts)))
 
     loop_x = x.detach().clone().requires_grad_()
-    # SwiGLU on all rows at once: the last bit of a CPU's silu depends on an element's position.
-    expected = loop("w2", F.silu(loop("w1", loop_x)) * loop("w3", loop_x))
+    # SwiGLU on padded rows: the last bit of a CPU's silu depends on an element's position.
+    tokens = place_tokens(torch.tensor(counts), TOKENS)
+    gate, up = (pad_tokens(loop(name, loop_x), tokens) for name in ("w1", "w3"))
+    expected = loop("w2", unpad_tokens(F.silu(gate) * up, tokens))
     expected.backward(dy)
     assert torch.equal(out, expected) and torch.equal(x.grad, loop_x.grad)
     for name in experts.fp8_weights:
@@ -141,6 +144,7 @@ def test_x_is_quantized_once_and_saved_in_fp8(wgrad):
     experts = BlockwiseFP8GroupedExperts.from_experts(stock_experts(), wgrad=wgrad)
     bind(experts, torch.float32)
     saved: dict[int, torch.Tensor] = {}
+    counts = torch.tensor([130, 0, 257, 13])
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved[tensor.data_ptr()] = tensor
@@ -148,15 +152,15 @@ def test_x_is_quantized_once_and_saved_in_fp8(wgrad):
 
     x = torch.randn(TOKENS, DIM, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        experts(x, torch.tensor([130, 0, 257, 13]))
+        experts(x, counts)
     codes = [t for t in saved.values() if t.dtype == torch.float8_e4m3fn]
     # Each weight, x once for w1 and w3, and the hidden activations for w2.
-    weights = 3 * 4 * HIDDEN * DIM
-    assert sum(t.numel() for t in codes) == weights + TOKENS * DIM + TOKENS * HIDDEN
+    weights, rows = 3 * 4 * HIDDEN * DIM, place_tokens(counts, TOKENS).num_rows
+    assert sum(t.numel() for t in codes) == weights + rows * DIM + rows * HIDDEN
     wide = [t for t in saved.values() if t.is_floating_point() and t.element_size() > 1]
     # SwiGLU's own: w1's and w3's outputs and silu; else scales.
-    assert sum(t.numel() for t in wide if t.numel() >= TOKENS * HIDDEN) == 3 * TOKENS * HIDDEN
-    assert all(t.numel() < 10_000 for t in wide if t.numel() < TOKENS * HIDDEN)
+    assert sum(t.numel() for t in wide if t.numel() >= rows * HIDDEN) == 3 * rows * HIDDEN
+    assert all(t.numel() < 10_000 for t in wide if t.numel() < rows * HIDDEN)
 
 
 def test_a_bad_token_is_visible_and_stays_in_its_expert():

@@ -123,7 +123,7 @@ def layout_of(*weights: WeightSpec) -> BucketLayout:
 def test_bytes_are_those_of_the_buckets_buffers(is_fp8: bool, dtype: torch.dtype) -> None:
     precision = Precision(dtype, dtype, torch.float32, "fp32", False)
     layout = layout_of(*[spec(f"w{i}", 3 + i, 1, is_fp8=is_fp8) for i in range(9)])
-    sizes = rank_bytes(layout, precision, dtype)
+    sizes = rank_bytes(layout, precision, dtype, keep_transposed=False)
     bucket = Bucket(
         layout,
         DataParallelMesh(None, None),

@@ -225,12 +225,14 @@ def quantize_rows(
     """Quantize activations `[M, K]` with one scale per 1x128 group of the last dim.
 
     Returns (codes e4m3 `[M, K]`, scale_inv fp32 `[M, ceil(K/128)]`); the last group may be short.
+    Values are multiplied by the rounded reciprocal of the scale, as in DeepGEMM: a division each
+    would take a kernel longer than its memory.
     """
     rows, cols = x.shape
     groups = -(-cols // BLOCK)
     padded = F.pad(x.float(), (0, groups * BLOCK - cols)).view(rows, groups, BLOCK)
     scale = scale_from_amax(padded.abs().amax(dim=-1), scale_format)
-    codes = to_e4m3(padded / scale[:, :, None]).view(rows, groups * BLOCK)
+    codes = to_e4m3(padded * scale.reciprocal()[:, :, None]).view(rows, groups * BLOCK)
     return codes[:, :cols].contiguous(), scale
 
 

@@ -22,6 +22,8 @@ class FP8Weight(NamedTuple):
     """fp32 `[..., ceil(R/128), ceil(C/128)]`."""
     carrier: torch.Tensor
     """Leaf of the weight's shape and the gradient's dtype; the gradient carrier has no storage."""
+    transposed: torch.Tensor | None = None
+    """The codes with the last two dims swapped, contiguous, where a copy is kept for backward."""
     placements: tuple[Placement, ...] = ()
     """Over the mesh dims of model parallelism (TP, EP), if this is the local shard of a weight."""
 

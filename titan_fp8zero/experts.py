@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titan_fp8zero.blocks import ScaleFormat
 from titan_fp8zero.compute_weight import FP8Weight
+from titan_fp8zero.expert_tokens import pad_tokens, place_tokens, unpad_tokens
 from titan_fp8zero.linear import (
     FP8Config,
     WgradPrecision,
@@ -65,12 +66,14 @@ class BlockwiseFP8GroupedExperts(nn.Module):
         `num_tokens_per_expert` is an integer tensor `[E]`.
         """
         w1, w2, w3 = (self._compute_weight(name) for name in self.fp8_weights)
-        tokens = num_tokens_per_expert
-        rows = quantize_activation(to_compute_dtype(x), self.config, (w1, w3), tokens)
-        gate = multiply(rows, w1, self.config, tokens)
-        up = multiply(rows, w3, self.config, tokens)
-        hidden = quantize_activation(F.silu(gate) * up, self.config, (w2,), tokens)
-        return multiply(hidden, w2, self.config, tokens).type_as(x)
+        tokens = place_tokens(num_tokens_per_expert, x.shape[0])
+        padded = pad_tokens(to_compute_dtype(x), tokens)
+        rows = quantize_activation(padded, self.config, (w1, w3), tokens.ends)
+        gate = multiply(rows, w1, self.config, tokens.ends)
+        up = multiply(rows, w3, self.config, tokens.ends)
+        hidden = quantize_activation(F.silu(gate) * up, self.config, (w2,), tokens.ends)
+        out = multiply(hidden, w2, self.config, tokens.ends)
+        return unpad_tokens(out, tokens).type_as(x)
 
     def _compute_weight(self, name: str) -> FP8Weight:
         bound = self._compute_weights.get(name)

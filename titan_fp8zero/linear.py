@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_fp8zero import gemm
+from titan_fp8zero.backends import BACKENDS
 from titan_fp8zero.blocks import SCALE_FORMATS, ScaleFormat
 from titan_fp8zero.compute_weight import FP8Weight
 from titan_fp8zero.tensor_parallel import local_operand, product
@@ -25,14 +26,14 @@ class FP8Config(NamedTuple):
     wgrad: WgradPrecision
     """"bf16": dy as it is times the dequantized x. "fp8": both in 1x128 groups along the tokens."""
     backend: str
-    """See `gemm.choose_backend`."""
+    """See `backends.choose_backend`."""
 
     def checked(self) -> Self:
         """Itself; raises ValueError for a value that is none of the choices."""
         for name, choices in (
             ("scale_format", SCALE_FORMATS),
             ("wgrad", WGRAD_PRECISIONS),
-            ("backend", gemm.BACKENDS),
+            ("backend", BACKENDS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -114,7 +115,7 @@ def quantized(weight: Tensor, config: FP8Config) -> FP8Weight:
     placements = weight.placements if isinstance(weight, DTensor) else ()
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     codes, scale_inv = gemm.quantize_weight(local.detach(), config.scale_format)
-    return FP8Weight(codes, scale_inv, local, placements)
+    return FP8Weight(codes, scale_inv, local, placements=placements)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def quantize_activation(
     x: Tensor,
     config: FP8Config,
     weights: tuple[FP8Weight, ...],
-    num_tokens_per_expert: Tensor | None = None,
+    expert_ends: Tensor | None = None,
 ) -> FP8Activation:
     """Quantize x `[M, K]` for the products with `weights` and for their gradients."""
     data = x.detach()
@@ -153,7 +154,7 @@ def quantize_activation(
     if config.wgrad == "bf16" or not has_wgrad:
         codes, scale_inv = gemm.quantize_rows(data, config.scale_format)
         return FP8Activation(x, codes, scale_inv, None, None)
-    quantized = gemm.quantize_rows_and_columns(data, config.scale_format, num_tokens_per_expert)
+    quantized = gemm.quantize_rows_and_columns(data, config.scale_format, expert_ends)
     return FP8Activation(x, *quantized)
 
 
@@ -161,12 +162,12 @@ def multiply(
     activation: FP8Activation,
     weight: FP8Weight,
     config: FP8Config,
-    num_tokens_per_expert: Tensor | None = None,
+    expert_ends: Tensor | None = None,
 ) -> Tensor:
     """x `[M, K]` times a weight `[N, K]` transposed -> `[M, N]` in x's dtype, differentiable.
 
-    Given `num_tokens_per_expert`, the weight is `[E, N, K]` and x sorted by expert. The weight's
-    gradient comes back on its carrier, in the carrier's dtype.
+    Given `expert_ends`, the weight is `[E, N, K]`; see `operands.py`. The weight's gradient comes
+    back on its carrier, in the carrier's dtype.
     """
     x, *operands = activation
     return _Multiply.apply(
@@ -175,7 +176,8 @@ def multiply(
         *operands,
         weight.codes,
         weight.scale_inv,
-        num_tokens_per_expert,
+        weight.transposed,
+        expert_ends,
         config,
     )
 
@@ -192,47 +194,46 @@ class _Multiply(torch.autograd.Function):
         column_scale: Tensor | None,
         w_codes: Tensor,
         w_scale: Tensor,
-        num_tokens_per_expert: Tensor | None,
+        w_transposed: Tensor | None,
+        expert_ends: Tensor | None,
         config: FP8Config,
     ) -> Tensor:
         wgrad_operand: tuple[Tensor | None, Tensor | None] = (column_codes, column_scale)
         if config.wgrad == "bf16" and ctx.needs_input_grad[1]:
             wgrad_operand = (x_codes, x_scale)
-        ctx.save_for_backward(*wgrad_operand, w_codes, w_scale, num_tokens_per_expert)
+        ctx.save_for_backward(*wgrad_operand, w_codes, w_transposed, w_scale, expert_ends)
         ctx.x_dtype, ctx.carrier_dtype, ctx.config = x.dtype, carrier.dtype, config
         return gemm.fp8_gemm_nt(
-            x_codes, x_scale, w_codes, w_scale, x.dtype, config.backend, num_tokens_per_expert
+            x_codes, x_scale, w_codes, w_scale, x.dtype, config.backend, expert_ends
         )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
-        x_codes, x_scale, w_codes, w_scale, num_tokens_per_expert = ctx.saved_tensors
+        x_codes, x_scale, w_codes, w_transposed, w_scale, expert_ends = ctx.saved_tensors
         scale_format, wgrad, backend = ctx.config
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = None
         dy_rows: tuple[Tensor, ...] = ()
         dy_columns: tuple[Tensor, ...] = ()
         if needs_dx and needs_dw and wgrad == "fp8":
-            quantized = gemm.quantize_rows_and_columns(dy, scale_format, num_tokens_per_expert)
+            quantized = gemm.quantize_rows_and_columns(dy, scale_format, expert_ends)
             dy_rows, dy_columns = quantized[:2], quantized[2:]
         elif needs_dx:
             dy_rows = gemm.quantize_rows(dy, scale_format)
         elif wgrad == "fp8":
-            dy_columns = gemm.quantize_columns(dy, scale_format, num_tokens_per_expert)
+            dy_columns = gemm.quantize_columns(dy, scale_format, expert_ends)
         if needs_dx:
             dx = gemm.fp8_gemm_nt(
                 *dy_rows,
-                w_codes.transpose(-2, -1),
+                w_codes.transpose(-2, -1) if w_transposed is None else w_transposed,
                 w_scale.transpose(-2, -1),
                 ctx.x_dtype,
                 backend,
-                num_tokens_per_expert,
+                expert_ends,
             )
         if needs_dw and wgrad == "bf16":
-            dw = gemm.bf16_wgrad_tn(
-                dy, x_codes, x_scale, ctx.carrier_dtype, backend, num_tokens_per_expert
-            )
+            dw = gemm.bf16_wgrad_tn(dy, x_codes, x_scale, ctx.carrier_dtype, backend, expert_ends)
         elif needs_dw:
             dw = gemm.fp8_wgrad_nt(
                 *dy_columns,
@@ -240,6 +241,6 @@ class _Multiply(torch.autograd.Function):
                 x_scale,
                 ctx.carrier_dtype,
                 backend,
-                num_tokens_per_expert,
+                expert_ends,
             )
-        return dx, dw, *[None] * 8
+        return dx, dw, *[None] * 9

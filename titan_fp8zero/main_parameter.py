@@ -212,7 +212,9 @@ def make_main_parameter(
     return main
 
 
-def empty_compute_weight(weight: Weight, precision: Precision) -> FP8Weight | torch.Tensor:
+def empty_compute_weight(
+    weight: Weight, precision: Precision, keep_transposed: bool
+) -> FP8Weight | torch.Tensor:
     """What forward will read once weights are published, with the leaf for its gradient."""
     device = weight.main.bucket.main.device
     if not weight.is_fp8:
@@ -220,8 +222,18 @@ def empty_compute_weight(weight: Weight, precision: Precision) -> FP8Weight | to
         return weight.mesh.compute_tensor(leaf).requires_grad_(weight.trainable)
     carrier = gradient_carrier(weight.shape, precision.compute, device)
     return FP8Weight(
-        codes=torch.zeros(weight.shape, dtype=torch.float8_e4m3fn, device=device),
+        codes=_empty_codes(weight.shape, device),
         scale_inv=torch.ones(scale_shape(weight.shape), device=device),
         carrier=carrier.requires_grad_(weight.trainable),
+        transposed=_empty_codes(_transposed(weight.shape), device) if keep_transposed else None,
         placements=tuple(placement for _, placement in weight.mesh.model_parallel),
     )
+
+
+def _empty_codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)
+
+
+def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    *experts, rows, cols = shape
+    return *experts, cols, rows

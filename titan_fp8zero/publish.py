@@ -116,6 +116,7 @@ def _destinations_of(mains: list[MainParameter]) -> Destinations:
         [_units_of(weight) for weight in weights],
         [compute.codes for compute in computes],
         [compute.scale_inv for compute in computes],
+        [compute.transposed for compute in computes if compute.transposed is not None],
     )
 
 

@@ -47,6 +47,7 @@ class Zero1:
         padding_limit: float,
         backwards_per_step: int,
         overlap: bool,
+        keep_transposed: bool,
     ) -> None:
         self.backwards_per_step = backwards_per_step
         self.skipped_steps = 0
@@ -66,13 +67,14 @@ class Zero1:
             "padding_limit": padding_limit,
             "backwards_per_step": backwards_per_step,
             "overlap": overlap,
+            "keep_transposed": keep_transposed,
         }
         described = [f"{name} = {value}" for name, value in options.items()]
         self._check_agreement([*described, *describe_layouts(layouts)])
         ring = GradientRing()
         self._mains_of = dict(self._make_bucket(layout, precision, ring) for layout in layouts)
         self._step = StepState()
-        self._bind_compute_weights(precision)
+        self._bind_compute_weights(precision, keep_transposed)
         self._refuse_copies(model)
         self._reducer = GradientReducer(
             self._mains_of,
@@ -139,9 +141,9 @@ class Zero1:
             mains.append(make_main_parameter(main_layout, bucket, weights, self))
         return bucket, mains
 
-    def _bind_compute_weights(self, precision: Precision) -> None:
+    def _bind_compute_weights(self, precision: Precision, keep_transposed: bool) -> None:
         for weight in self._weights:
-            weight.compute = empty_compute_weight(weight, precision)
+            weight.compute = empty_compute_weight(weight, precision, keep_transposed)
             for module, name in weight.readers:
                 module.__dict__.setdefault("_compute_weights", {})[name] = weight.compute
         for module in self._reader_modules():
@@ -356,6 +358,7 @@ def shard_zero1(
     padding_limit: float = float("inf"),
     backwards_per_step: int = 1,
     overlap: bool = False,
+    keep_transposed: bool = False,
 ) -> Zero1:
     """Shard a model's parameters over a data-parallel mesh, ZeRO-1 at tile granularity.
 
@@ -383,6 +386,9 @@ def shard_zero1(
         overlap: let the next forward wait for what a step publishes, block by block; else the step
             waits. The results are the same bits. What is compiled must be compiled before
             `shard_zero1`, and be the model itself or modules inside of it: else graphs break.
+        keep_transposed: keep a transposed copy of every FP8 weight, a byte a parameter, written
+            when the weight is published, for GEMM backends that need one in backward; else they
+            transpose it there each time.
 
     Raises ValueError or TypeError that names the parameter or argument, and what was expected.
     """
@@ -418,4 +424,5 @@ def shard_zero1(
         padding_limit=padding_limit,
         backwards_per_step=backwards_per_step,
         overlap=overlap,
+        keep_transposed=keep_transposed,
     )

@@ -11,9 +11,8 @@ from torch import Tensor
 from titan_fp8zero import blocks
 from titan_fp8zero.blocks import BLOCK, block_grid
 from titan_fp8zero.kernels.quantize import TILE
-
-ALIGNMENT = 16
-"""Bytes of the widest load. Weights with sides that are multiples of it take the fast path."""
+from titan_fp8zero.kernels.transpose import transposed_words
+from titan_fp8zero.operands import ALIGNMENT
 
 _COLUMNS = tl.constexpr(5)
 _SIDE_BITS = tl.constexpr(23)
@@ -117,7 +116,6 @@ def _write_both_by_bytes(source, target, row_stride, transposed, col_stride, row
 
 @triton.jit
 def _write_both_by_words(source, target, row_stride, transposed, col_stride, rows, cols):
-    """Words of four codes: a 4x4 byte transpose in registers, then a transpose of words."""
     i = tl.arange(0, _WORDS)[:, None]
     j = tl.arange(0, _WORDS)[None, :]
     source = source.to(tl.pointer_type(tl.int32)) + (4 * i) * _WORDS + j
@@ -135,24 +133,15 @@ def _write_both_by_words(source, target, row_stride, transposed, col_stride, row
     tl.store(target + 2 * row_stride, c, mask=inside & (4 * i + 2 < rows))
     tl.store(target + 3 * row_stride, d, mask=inside & (4 * i + 3 < rows))
 
-    # Bytes 0 and 2, then 1 and 3, of two rows side by side.
-    ab_even = (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
-    ab_odd = ((a >> 8) & 0x00FF00FF) | (b & -0x00FF0100)
-    cd_even = (c & 0x00FF00FF) | ((d & 0x00FF00FF) << 8)
-    cd_odd = ((c >> 8) & 0x00FF00FF) | (d & -0x00FF0100)
-    column0 = (ab_even & 0xFFFF) | (cd_even << 16)
-    column1 = (ab_odd & 0xFFFF) | (cd_odd << 16)
-    column2 = ((ab_even >> 16) & 0xFFFF) | (cd_even & -0x10000)
-    column3 = ((ab_odd >> 16) & 0xFFFF) | (cd_odd & -0x10000)
-
+    column0, column1, column2, column3 = transposed_words(a, b, c, d)
     col_stride = col_stride // _ALIGNMENT * 4
     transposed = tl.multiple_of(transposed.to(tl.pointer_type(tl.int32)), _ALIGNMENT)
     transposed += (4 * i) * col_stride + j
     inside = j < rows // _ALIGNMENT * 4
-    tl.store(transposed, tl.trans(column0), mask=inside & (4 * i < cols))
-    tl.store(transposed + col_stride, tl.trans(column1), mask=inside & (4 * i + 1 < cols))
-    tl.store(transposed + 2 * col_stride, tl.trans(column2), mask=inside & (4 * i + 2 < cols))
-    tl.store(transposed + 3 * col_stride, tl.trans(column3), mask=inside & (4 * i + 3 < cols))
+    tl.store(transposed, column0, mask=inside & (4 * i < cols))
+    tl.store(transposed + col_stride, column1, mask=inside & (4 * i + 1 < cols))
+    tl.store(transposed + 2 * col_stride, column2, mask=inside & (4 * i + 2 < cols))
+    tl.store(transposed + 3 * col_stride, column3, mask=inside & (4 * i + 3 < cols))
 
 
 @triton.jit(do_not_specialize=["units_per_rank", "rank_scale_stride"])

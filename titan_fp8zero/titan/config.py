@@ -31,8 +31,12 @@ class BlockwiseFP8:
     wgrad: Literal["bf16", "fp8"] = "bf16"
     """Weight-gradient GEMM: "bf16" is in the compute dtype, "fp8" quantizes both sides 1x128."""
 
-    gemm: Literal["auto", "reference", "torch"] = "auto"
+    gemm: Literal["auto", "reference", "torch", "deep_gemm"] = "auto"
     """GEMM backend; "auto" takes the fastest that this device runs."""
+
+    transposed_weight: Literal["on_demand", "cached"] = "on_demand"
+    """Backward multiplies by transposed weights: "on_demand" transposes each when it is needed,
+    "cached" keeps copies, a byte a parameter, written when weights are published. Same bits."""
 
     bucket_mib: int = 512
     """Largest gradient payload of one reduce-scatter, MiB."""

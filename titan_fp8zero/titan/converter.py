@@ -12,8 +12,8 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from titan_fp8zero.backends import choose_backend
 from titan_fp8zero.experts import BlockwiseFP8GroupedExperts
-from titan_fp8zero.gemm import choose_backend
 from titan_fp8zero.linear import BlockwiseFP8Linear
 from titan_fp8zero.titan.config import options_of
 

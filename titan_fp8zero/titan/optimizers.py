@@ -101,6 +101,7 @@ def _shard(model_part: nn.Module, sharding: Sharding) -> None:
         padding_limit=options.padding_limit,
         backwards_per_step=sharding.backwards_per_step,
         overlap=options.overlap,
+        keep_transposed=options.transposed_weight == "cached",
     )
     for layout in zero1.layouts:
         kind = "tiles" if layout.is_fp8 else "elements"

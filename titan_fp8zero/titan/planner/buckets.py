@@ -50,10 +50,11 @@ class PlannedBucket:
     layout: BucketLayout
     precision: Precision
     moment_dtype: torch.dtype
+    keep_transposed: bool
 
     @cached_property
     def bytes(self) -> RankBytes:
-        return rank_bytes(self.layout, self.precision, self.moment_dtype)
+        return rank_bytes(self.layout, self.precision, self.moment_dtype, self.keep_transposed)
 
     @cached_property
     def owned_units(self) -> list[int]:
@@ -83,6 +84,7 @@ def planned_buckets(part: ModelPart, strategy: Strategy) -> Iterator[PlannedBuck
     options = part.sharding.options
     precision = _precision(part.sharding)
     moment_dtype = TORCH_DTYPE_MAP[options.moment_dtype]
+    keep_transposed = options.transposed_weight == "cached"
     meshes = {weight.fqn: _bucket_mesh(weight) for weight in part.weights}
     for layout in plan_buckets(
         [weight_spec(weight, precision) for weight in part.weights],
@@ -91,7 +93,7 @@ def planned_buckets(part: ModelPart, strategy: Strategy) -> Iterator[PlannedBuck
         padding_limit=options.padding_limit,
     ):
         mesh = meshes[layout.members[0].weight.fqn]
-        yield PlannedBucket(part.stage, mesh, layout, precision, moment_dtype)
+        yield PlannedBucket(part.stage, mesh, layout, precision, moment_dtype, keep_transposed)
 
 
 def _precision(sharding: Sharding) -> Precision:

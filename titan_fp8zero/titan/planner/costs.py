@@ -34,7 +34,7 @@ class RankBytes(_Sum):
     """Bytes that each rank of a bucket holds for it."""
 
     codes: int = 0
-    """Compute weights, FP8."""
+    """Compute weights, FP8, and their transposed copies."""
     scale_inv: int = 0
     values: int = 0
     """High-precision compute weights."""
@@ -59,12 +59,17 @@ class RankBytes(_Sum):
         return self.compute + self.reduced_gradient + self.main + self.moments + self.payload
 
 
-def rank_bytes(layout: BucketLayout, precision: Precision, moment_dtype: torch.dtype) -> RankBytes:
+def rank_bytes(
+    layout: BucketLayout,
+    precision: Precision,
+    moment_dtype: torch.dtype,
+    keep_transposed: bool,
+) -> RankBytes:
     """What each rank holds for a bucket."""
     owned = _owned_numel(layout)
     is_fp8 = layout.is_fp8
     return RankBytes(
-        codes=layout.real_numel * FP8_BYTES if is_fp8 else 0,
+        codes=layout.real_numel * FP8_BYTES * (1 + keep_transposed) if is_fp8 else 0,
         scale_inv=layout.real_units * SCALE_BYTES if is_fp8 else 0,
         values=0 if is_fp8 else layout.real_numel * precision.compute.itemsize,
         gradient=_gradient_numel(layout) * precision.accumulate.itemsize,
