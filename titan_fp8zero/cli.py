@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from titan_fp8zero.bench.gemm import bench_gemm
+from titan_fp8zero.bench.kernels import bench_kernels
 from titan_fp8zero.bench.train import bench_train
 from titan_fp8zero.compare import compare, print_comparison
 from titan_fp8zero.job import BadInput, load_job, load_planned_job, parse_config
@@ -173,13 +175,21 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_nproc(step)
     step.set_defaults(run=_bench_step, takes_overrides=True)
 
+    for name, run, what in (
+        ("kernels", bench_kernels, "each kernel, beside the device's copy bandwidth"),
+        ("gemm", bench_gemm, "FP8 GEMMs and linears, beside bf16, DeepGEMM and torchao"),
+    ):
+        benchmark = benchmarks.add_parser(name, allow_abbrev=False, help=what)
+        _add_bench_out(benchmark)
+        benchmark.set_defaults(run=_bench_device, takes_overrides=False, name=name, bench=run)
+
     train = benchmarks.add_parser(
         "train", allow_abbrev=False, help="tokens/s and peak memory of configs"
     )
     train.add_argument("configs", metavar="CONFIG", type=Path, nargs="+")
     train.add_argument("--steps", type=_positive, metavar="N", default=20)
     _add_nproc(train)
-    train.add_argument("--out", type=Path, metavar="DIR", default=Path("outputs/bench"))
+    _add_bench_out(train)
     train.set_defaults(run=_bench_train, takes_overrides=True)
 
 
@@ -189,9 +199,18 @@ def _bench_step(args: argparse.Namespace) -> None:
     run_on_ranks("titan_fp8zero.bench.step", arguments, job.nproc, shown_ranks={0})
 
 
+def _bench_device(args: argparse.Namespace) -> None:
+    args.bench(args.out)
+    print(f"written to {args.out}: {args.name}.json, {args.name}.png")
+
+
 def _bench_train(args: argparse.Namespace) -> None:
     bench_train(args.configs, args.overrides, args.steps, args.nproc, args.out)
     print(f"written to {args.out}: train.json, train.png")
+
+
+def _add_bench_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("outputs/bench"))
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+ADAMW_BYTES = 28
+"""Of an element, in fp32: weight, gradient and two moments read, all but the gradient written."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -24,6 +27,13 @@ class Machine:
             f"{self.name}: copies {self.copy_gb_per_s:,.0f} GB/s, multiplies "
             f"{self.gemm_tflop_per_s:,.1f} TFLOP/s"
         )
+
+
+def this_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def measure_machine(device: torch.device) -> Machine:
@@ -60,6 +70,18 @@ def median_ms(function: Callable[[], object], device: torch.device) -> float:
     for _ in range(2):
         function()
     return statistics.median(_seconds(function) for _ in range(7)) * 1e3
+
+
+def fused_adamw_ms(numel: int, device: torch.device) -> float:
+    """A step of torch's AdamW on fp32 elements; it neither folds nor quantizes."""
+    parameter = torch.zeros(numel, device=device, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    return median_ms(torch.optim.AdamW([parameter], fused=True).step, device)
+
+
+def gbytes(*tensors: torch.Tensor) -> float:
+    """What reading or writing each of them once moves, in 10^9 bytes."""
+    return sum(tensor.nbytes for tensor in tensors) / 1e9
 
 
 def _seconds(function: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from titan_fp8zero.bench.measure import Machine
 
 WIDTH = 140
 """Columns where the output is no terminal: torchrun's is none."""
+MARKERS = "os^vDPX"
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,21 @@ class Report:
         """Each row as a point under the machine's roof; without FLOPs, as one FLOP a byte moved."""
         from matplotlib.figure import Figure  # not pyplot: it needs no display
 
-        figure = Figure(figsize=(9, 6), layout="constrained")
+        rows = [row for row in self.rows if row.gbytes]
+        figure = Figure(figsize=(12, max(6.0, 0.2 * len(rows))), layout="constrained")
         axes = figure.subplots()
         bandwidth, peak = self.machine.copy_gb_per_s / 1e3, self.machine.gemm_tflop_per_s
         intensities = [0.1 * 1.3**i for i in range(50)]
         roof = [min(peak, bandwidth * intensity) for intensity in intensities]
         axes.loglog(intensities, roof, color="black", label="copy bandwidth, GEMM rate")
-        for row in self.rows:
-            if not row.gbytes:
-                continue
+        for i, row in enumerate(rows):
             gflop = row.gflop or row.gbytes
-            axes.plot(gflop / row.gbytes, gflop / row.ms, "o", label=row.name)
+            # Ten colors, then the same in another shape.
+            marker = MARKERS[i // 10 % len(MARKERS)]
+            axes.plot(gflop / row.gbytes, gflop / row.ms, marker, label=row.name)
         axes.set_xlabel("FLOP a byte")
         axes.set_ylabel("TFLOP/s")
         axes.set_title(self.title)
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=7)
+        figure.legend(fontsize=7, loc="outside right upper")
         figure.savefig(image, dpi=120)

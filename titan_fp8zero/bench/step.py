@@ -22,7 +22,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
 import torchtitan_patches
-from titan_fp8zero.bench.measure import measure_machine, median_ms
+from titan_fp8zero.bench.measure import (
+    ADAMW_BYTES,
+    fused_adamw_ms,
+    measure_machine,
+    this_device,
+)
 from titan_fp8zero.bench.report import Report, Row
 from titan_fp8zero.main_parameter import local_tensor
 from titan_fp8zero.zero1 import Zero1
@@ -51,7 +56,7 @@ def main() -> None:
     for variant, overrides in VARIANTS.items():
         rows += _measure([*sys.argv[1:], *WITHOUT_ASSETS, *overrides], variant)
     if dist.get_rank() == 0:
-        report = Report("ZeRO-1 step of this rank's shards", measure_machine(_device()), rows)
+        report = Report("ZeRO-1 step of this rank's shards", measure_machine(this_device()), rows)
         report.print()
         report.write(_dump_folder(sys.argv[1:]), "step")
     dist.destroy_process_group()
@@ -135,13 +140,9 @@ def _random_gradients(zero1: Zero1) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _fused_adamw(numel: int, variant: str) -> Row:
-    """torch's AdamW on as many fp32 elements; it neither folds nor quantizes."""
-    parameter = torch.zeros(numel, device=_device(), requires_grad=True)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    ms = median_ms(optimizer.step, _device())
+    ms = fused_adamw_ms(numel, this_device())
     name = f"AdamW(fused=True) on {variant}'s elements"
-    return Row(name, ms, gbytes=28 * numel / 1e9, peer=f"{variant} update, quantize")
+    return Row(name, ms, gbytes=ADAMW_BYTES * numel / 1e9, peer=f"{variant} update, quantize")
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -157,11 +158,6 @@ def _seconds(function: Callable[[], object]) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _device() -> torch.device:
-    is_cuda = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def _dump_folder(arguments: list[str]) -> Path:

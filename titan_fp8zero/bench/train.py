@@ -5,11 +5,10 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from titan_fp8zero.bench.measure import Machine, measure_machine
+from titan_fp8zero.bench.measure import Machine, measure_machine, this_device
 from titan_fp8zero.job import BadInput, load_job
 from titan_fp8zero.metrics_file import read_metrics
 
@@ -42,8 +41,7 @@ def bench_train(
     if steps < 4:
         raise BadInput(f"--steps {steps}: at least 4 are needed, of which the first half warms up")
     measured = [_train(config, overrides, steps, nproc, out) for config in configs]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = measure_machine(device)
+    machine = measure_machine(this_device())
     _print(machine, measured)
     out.mkdir(parents=True, exist_ok=True)
     record = {"machine": asdict(machine), "throughputs": [asdict(one) for one in measured]}
