@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_fp8zero.bench import gemm, kernels
 from titan_fp8zero.bench.measure import Machine, measure_machine, median_ms
 from titan_fp8zero.bench.report import Report, Row
 from titan_fp8zero.cli import main
@@ -72,3 +73,73 @@ def test_a_step_is_measured_phase_by_phase(tmp_path, monkeypatch, capfd):
 def test_too_few_steps_to_measure_are_refused(capsys):
     assert main(["bench", "train", "no.toml", "--steps", "3"]) == 2
     assert "--steps 3" in capsys.readouterr().err
+
+
+def bench(command, folder, monkeypatch):
+    """The rows of `bench COMMAND`, by name, on a machine that need not be measured."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for module in (kernels, gemm):
+        monkeypatch.setattr(module, "measure_machine", lambda device: MACHINE)
+    assert main(["bench", command, "--out", str(folder)]) == 0
+    assert (folder / f"{command}.png").read_bytes().startswith(b"\x89PNG")
+    written = json.loads((folder / f"{command}.json").read_text())
+    assert written["machine"]["name"] == MACHINE.name
+    rows = {row["name"]: row for row in written["rows"]}
+    assert len(rows) == len(written["rows"]), "two rows of one name"
+    assert all(row["ms"] > 0 for row in rows.values())
+    return rows
+
+
+def test_each_kernel_is_held_against_the_bytes_it_must_move(tmp_path, monkeypatch, capsys):
+    rows = bench("kernels", tmp_path, monkeypatch)
+    weight, x = 512 * 1024, 256 * 512
+    scales = 4 * weight // 128**2
+    adamw = "AdamW(fused=True), fp32 gradient"
+    expected = {
+        adamw: 28 * weight,
+        "update and quantize, fp32 gradient": 29 * weight + scales,
+        "update and quantize, bf16 gradient": 27 * weight + scales,
+        "quantize": 5 * weight + scales,
+        "fold-accumulate, bf16 into bf16": 6 * weight,
+        "fold-accumulate, bf16 into fp32": 10 * weight,
+        "fold-accumulate, fp32 into fp32": 12 * weight,
+        "unfold, row-major": 2 * (weight + scales),
+        "unfold, row-major and transposed": 3 * weight + 2 * scales,
+        "quantize rows, bf16 256 x 512": 3 * x + 4 * x // 128,
+        "quantize columns, bf16 256 x 512": 3 * x + 4 * x // 128,
+        "quantize rows and columns, bf16 256 x 512": 4 * x + 8 * x // 128,
+        "quantize columns, 8 experts, bf16 256 x 512": 3 * x + 4 * 512 * (2 + 8),
+        "quantize rows, fp32 256 x 256": 5 * x // 2 + 4 * x // 2 // 128,
+    }
+    moved = {name: round(row["gbytes"] * 1e9) for name, row in rows.items() if name in expected}
+    assert moved == expected
+    peers = {row["peer"] for name, row in rows.items() if name.startswith("update")}
+    assert peers == {adamw} and not rows[adamw]["peer"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == str(MACHINE) and lines[-1].endswith("kernels.json, kernels.png")
+
+
+def test_gemms_and_linears_are_held_against_their_peers(tmp_path, monkeypatch, capsys):
+    with torch.compiler.set_stance("force_eager"):
+        rows = bench("gemm", tmp_path, monkeypatch)
+    for prefix in ("", "experts "):
+        for product, stock in (
+            ("forward", "x @ w.t()"),
+            ("dgrad", "dy @ w"),
+            ("wgrad", "dy.t() @ x"),
+        ):
+            peer = f"{prefix}{product}, bf16 {stock}"
+            fp8 = rows[f"{prefix}{product}, FP8 by reference"]
+            assert fp8["peer"] == peer and fp8["gflop"] == rows[peer]["gflop"] == 2 * 2**22 / 1e9
+            assert fp8["gbytes"] < rows[peer]["gbytes"]
+        assert (
+            rows[f"{prefix}wgrad, bf16 by reference"]["peer"] == f"{prefix}wgrad, bf16 dy.t() @ x"
+        )
+        assert rows[f"{prefix}quantize rows of x"]["gbytes"] > 0
+    for wgrad in ("bf16", "fp8"):
+        linear = rows[f"linear, blockwise FP8, wgrad {wgrad}"]
+        assert linear["peer"] == "linear, nn.Linear in bf16"
+        assert linear["gflop"] == rows[linear["peer"]]["gflop"] == 3 * 2 * 2**22 / 1e9
+    printed = capsys.readouterr().out
+    assert printed.startswith(str(MACHINE))
+    assert "not measured: deep_gemm" in printed and "not measured: torchao" in printed

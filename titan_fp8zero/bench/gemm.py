@@ -16,6 +16,7 @@ from titan_fp8zero.bench.measure import gbytes, measure_machine, median_ms, this
 from titan_fp8zero.bench.report import Report, Row
 
 BF16 = torch.bfloat16
+NAMES = {BF16: "bf16", torch.float32: "fp32"}
 PEERS = ("deep_gemm", "torchao")
 """Modules that are measured too, where they are installed and the GPU is SM90."""
 
@@ -113,15 +114,16 @@ def _gemm_rows(prefix: str, size: Size, peers: set[str], device: torch.device) -
         stock = peer = f"{name}, bf16 {expression}"
         yield row(stock, functools.partial(torch.matmul, *matrices), tuple(matrices))
         if "deep_gemm" in peers:
-            peer = f"{name}, DeepGEMM itself"
-            yield row(peer, deep_gemm(), operands, stock)
+            run = deep_gemm()
+            peer = f"{name}, DeepGEMM into {NAMES[run().dtype]}"
+            yield row(peer, run, operands, stock)
         for backend in backends:
             run = functools.partial(op, *operands, BF16, backend, counts)
             yield row(f"{name}, FP8 by {backend}", run, operands, peer)
     x_rows = gemm.quantize_rows(x, "fp32")
     for backend in backends:
         run = functools.partial(gemm.bf16_wgrad_tn, dy, *x_rows, BF16, backend, counts)
-        yield row(f"wgrad, FP8 x in bf16 by {backend}", run, (dy, *x_rows), stock)
+        yield row(f"wgrad, bf16 by {backend}", run, (dy, *x_rows), stock)
 
     quantize_both = functools.partial(gemm.quantize_rows_and_columns, x, "fp32", counts)
     quantize_rows = functools.partial(gemm.quantize_rows, x, "fp32")

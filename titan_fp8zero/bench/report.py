@@ -96,7 +96,7 @@ class Report:
             axes.plot(gflop / row.gbytes, gflop / row.ms, marker, label=row.name)
         axes.set_xlabel("FLOP a byte")
         axes.set_ylabel("TFLOP/s")
-        axes.set_title(self.title)
+        axes.set_title(self.title, fontsize=9)
         axes.grid(alpha=0.3, which="both")
         figure.legend(fontsize=7, loc="outside right upper")
         figure.savefig(image, dpi=120)
