@@ -59,9 +59,9 @@ class Product(NamedTuple):
 
     name: str
     bf16: tuple[str, Tensor, Tensor]
-    """What `torch.matmul` multiplies, and how that is written."""
+    """The stock product, as it is written, and what `torch.matmul` multiplies for it."""
     op: Callable[..., Tensor]
-    """Of ours; takes `operands`, then dtype, backend and token counts."""
+    """Ours; takes `operands`, then dtype, backend and token counts."""
     operands: tuple[Tensor, ...]
     deep_gemm: Callable[[], Callable[[], Tensor]]
     """Prepares a direct call."""
@@ -121,7 +121,7 @@ def _gemm_rows(prefix: str, size: Size, peers: set[str], device: torch.device) -
             run = functools.partial(op, *operands, BF16, backend, counts)
             yield row(f"{name}, FP8 by {backend}", run, operands, peer)
     x_rows = gemm.quantize_rows(x, "fp32")
-    for backend in backends:
+    for backend in backends:  # beside the bf16 GEMM of wgrad, the last of the products
         run = functools.partial(gemm.bf16_wgrad_tn, dy, *x_rows, BF16, backend, counts)
         yield row(f"wgrad, bf16 by {backend}", run, (dy, *x_rows), stock)
 
