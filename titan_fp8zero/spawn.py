@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SHUTDOWN_SECONDS = 10
-"""How long ranks may take to end when told to, before they are killed."""
+"""How long ranks may take to end when told to, before they are killed. (Torch 2.11: always 30.)"""
 
 TRACEBACK_LINES = 15
 
@@ -52,6 +52,7 @@ def run_on_ranks(module: str, args: list[str], nproc: int, shown_ranks: set[int]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # TorchTitan warns where the rank that knows the loss is not in here.
     os.environ["LOG_RANK"] = ",".join(map(str, sorted(shown_ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     with tempfile.TemporaryDirectory(prefix="titan-fp8zero-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -64,7 +65,6 @@ def run_on_ranks(module: str, args: list[str], nproc: int, shown_ranks: set[int]
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(logs, tee=Std.ALL, local_ranks_filter=shown_ranks),
-            shutdown_timeout=SHUTDOWN_SECONDS,
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *args)

@@ -60,9 +60,10 @@ def _train(
     if not steps_logged:
         raise BadInput(f"{config} logs no metrics: it needs [experimental] custom_import")
     last = steps_logged[len(steps_logged) // 2 :]
+    of_all_ranks = statistics.median(line["tokens_per_s"] for line in last)
     return Throughput(
         config.stem,
-        statistics.median(line["tokens_per_s"] for line in last),
+        of_all_ranks / job.nproc,
         max(line["memory"] or 0.0 for line in steps_logged),
     )
 
