@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_fp8zero.bench import gemm, kernels
+from titan_fp8zero.bench import gemm, kernels, train
 from titan_fp8zero.bench.measure import Machine, measure_machine, median_ms
 from titan_fp8zero.bench.report import Report, Row
 from titan_fp8zero.cli import main
@@ -68,6 +68,25 @@ def test_a_step_is_measured_phase_by_phase(tmp_path, monkeypatch, capfd):
         assert all(rows[f"{variant} {phase}"]["ms"] > 0 for phase in phases)
     assert rows["high-precision step"]["peer"] == "FP8 step"
     assert "FP8 update, quantize" in capfd.readouterr().out
+
+
+def test_throughput_is_that_of_a_rank(tmp_path, monkeypatch):
+    class Job:
+        metrics_file = tmp_path / "metrics.jsonl"
+        nproc = 4
+
+        def train(self):
+            lines = [
+                {"step": step, "loss": 1.0, "tokens_per_s": 400.0 * step, "memory": 8.0 - step}
+                for step in range(1, 6)
+            ]
+            self.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(train, "load_job", lambda *args: Job())
+    monkeypatch.setattr(train, "measure_machine", lambda device: MACHINE)
+    train.bench_train([Path("a.toml")], [], 5, None, tmp_path / "out")
+    (throughput,) = json.loads((tmp_path / "out" / "train.json").read_text())["throughputs"]
+    assert throughput == {"config": "a", "tokens_per_s": 400.0, "memory_gib": 7.0}
 
 
 def test_too_few_steps_to_measure_are_refused(capsys):

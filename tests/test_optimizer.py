@@ -282,7 +282,7 @@ def assert_one_pass_is_close_to_two(
     for name, expected in trained[1].items():
         tolerance = rounding * expected.float().abs().max().item()
         torch.testing.assert_close(
-            trained[0][name].float(), expected.float(), rtol=rounding, atol=tolerance
+            trained[0][name].float().cpu(), expected.float().cpu(), rtol=rounding, atol=tolerance
         )
 
 

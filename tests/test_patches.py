@@ -2,6 +2,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torchtitan.models.llama3.infra.parallelize as llama3
 import torchtitan.models.llama4.infra.parallelize as llama4
 import torchtitan.models.moe.kernels as kernels
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchtitan.components.checkpoint import CheckpointManager
 
 import torchtitan_patches
@@ -99,20 +100,21 @@ def one_gloo_rank():
     dist.destroy_process_group()
 
 
-def test_gloo_sum_reaches_every_fsdp_module(kept, one_gloo_rank):
+def test_gloo_sum_reaches_every_fsdp_module(kept, one_gloo_rank, monkeypatch):
     kept(llama3, llama4, name="disable_fsdp_gradient_division")
     torchtitan_patches.apply(["gloo_sum"])
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     fully_shard(model[0], mesh=one_gloo_rank)
     fully_shard(model, mesh=one_gloo_rank)
+    set_by: dict[str, list[tuple[Any, ...]]] = {}
+    for setter in ("set_force_sum_reduction_for_comms", "set_gradient_divide_factor"):
+        calls = set_by[setter] = []
+        monkeypatch.setattr(FSDPModule, setter, lambda *args, calls=calls: calls.append(args))
     for module in (llama3, llama4):
-        for part in (model, model[0]):
-            part.set_force_sum_reduction_for_comms(False)
         module.disable_fsdp_gradient_division(model)
-        for part in (model, model[0]):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                assert group.force_sum_reduction_for_comms
-                assert group.gradient_divide_factor == 1.0
+        for setter, value in zip(set_by, (True, 1.0), strict=True):
+            assert set(set_by[setter]) == {(model, value), (model[0], value)}
+            set_by[setter].clear()
 
 
 def test_cpu_device_refuses_after_torchtitan_is_imported(monkeypatch):
