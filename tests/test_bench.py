@@ -111,7 +111,7 @@ def bench(command, folder, monkeypatch):
 
 def test_each_kernel_is_held_against_the_bytes_it_must_move(tmp_path, monkeypatch, capsys):
     rows = bench("kernels", tmp_path, monkeypatch)
-    weight, x = 512 * 1024, 256 * 512
+    weight, x = 512 * 1024, 1024 * 256
     scales = 4 * weight // 128**2
     adamw = "AdamW(fused=True), fp32 gradient"
     expected = {
@@ -124,11 +124,12 @@ def test_each_kernel_is_held_against_the_bytes_it_must_move(tmp_path, monkeypatc
         "fold-accumulate, fp32 into fp32": 12 * weight,
         "unfold, row-major": 2 * (weight + scales),
         "unfold, row-major and transposed": 3 * weight + 2 * scales,
-        "quantize rows, bf16 256 x 512": 3 * x + 4 * x // 128,
-        "quantize columns, bf16 256 x 512": 3 * x + 4 * x // 128,
-        "quantize rows and columns, bf16 256 x 512": 4 * x + 8 * x // 128,
-        "quantize columns, 8 experts, bf16 256 x 512": 3 * x + 4 * 512 * (2 + 8),
-        "quantize rows, fp32 256 x 256": 5 * x // 2 + 4 * x // 2 // 128,
+        "quantize rows, bf16 1024 x 256": 3 * x + 4 * x // 128,
+        "quantize columns, bf16 1024 x 256": 3 * x + 4 * x // 128,
+        "quantize rows and columns, bf16 1024 x 256": 4 * x + 8 * x // 128,
+        "quantize columns, 8 experts, bf16 1024 x 256": 3 * x + 4 * x // 128,
+        "quantize rows, fp32 1024 x 128": 5 * x // 2 + 4 * x // 2 // 128,
+        "dequantize rows, bf16 1024 x 256": 3 * x + 4 * x // 128,
     }
     moved = {name: round(row["gbytes"] * 1e9) for name, row in rows.items() if name in expected}
     assert moved == expected

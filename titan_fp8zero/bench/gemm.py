@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from titan_fp8zero import gemm
+from titan_fp8zero.backends import BACKENDS, choose_backend
 from titan_fp8zero.bench import deep_gemm_calls
 from titan_fp8zero.bench.linear import linear_rows
-from titan_fp8zero.bench.measure import gbytes, measure_machine, median_ms, this_device
+from titan_fp8zero.bench.measure import (
+    even_expert_ends,
+    gbytes,
+    measure_machine,
+    median_ms,
+    this_device,
+)
 from titan_fp8zero.bench.report import Report, Row
 
 BF16 = torch.bfloat16
@@ -61,7 +68,7 @@ class Product(NamedTuple):
     bf16: tuple[str, Tensor, Tensor]
     """The stock product, as it is written, and what `torch.matmul` multiplies for it."""
     op: Callable[..., Tensor]
-    """Ours; takes `operands`, then dtype, backend and token counts."""
+    """Ours; takes `operands`, then dtype, backend and expert ends."""
     operands: tuple[Tensor, ...]
     deep_gemm: Callable[[], Callable[[], Tensor]]
     """Prepares a direct call."""
@@ -93,9 +100,9 @@ def _peers(device: torch.device) -> set[str]:
 
 def _backends(device: torch.device) -> Iterator[str]:
     """Those that multiply on a device."""
-    for backend in gemm.BACKENDS:
+    for backend in BACKENDS:
         try:
-            if gemm.choose_backend(device, backend) == backend:  # not "auto"
+            if choose_backend(device, backend) == backend:  # not "auto"
                 yield backend
         except RuntimeError:
             continue
@@ -108,9 +115,9 @@ def _gemm_rows(prefix: str, size: Size, peers: set[str], device: torch.device) -
         moved, ms = gbytes(*read, run()), median_ms(run, device)
         return Row(prefix + name, ms, moved, size.gflop, peer and prefix + peer)
 
-    x, dy, weight, counts = _tensors(size, device)
+    x, dy, weight, ends = _tensors(size, device)
     backends = list(_backends(device))
-    for name, (expression, *matrices), op, operands, deep_gemm in _products(x, dy, weight, counts):
+    for name, (expression, *matrices), op, operands, deep_gemm in _products(x, dy, weight, ends):
         stock = peer = f"{name}, bf16 {expression}"
         yield row(stock, functools.partial(torch.matmul, *matrices), tuple(matrices))
         if "deep_gemm" in peers:
@@ -118,14 +125,14 @@ def _gemm_rows(prefix: str, size: Size, peers: set[str], device: torch.device) -
             peer = f"{name}, DeepGEMM into {NAMES[run().dtype]}"
             yield row(peer, run, operands, stock)
         for backend in backends:
-            run = functools.partial(op, *operands, BF16, backend, counts)
+            run = functools.partial(op, *operands, BF16, backend, ends)
             yield row(f"{name}, FP8 by {backend}", run, operands, peer)
     x_rows = gemm.quantize_rows(x, "fp32")
     for backend in backends:  # beside the bf16 GEMM of wgrad, the last of the products
-        run = functools.partial(gemm.bf16_wgrad_tn, dy, *x_rows, BF16, backend, counts)
+        run = functools.partial(gemm.bf16_wgrad_tn, dy, *x_rows, BF16, backend, ends)
         yield row(f"wgrad, bf16 by {backend}", run, (dy, *x_rows), stock)
 
-    quantize_both = functools.partial(gemm.quantize_rows_and_columns, x, "fp32", counts)
+    quantize_both = functools.partial(gemm.quantize_rows_and_columns, x, "fp32", ends)
     quantize_rows = functools.partial(gemm.quantize_rows, x, "fp32")
     for name, quantize in (("rows", quantize_rows), ("rows and columns", quantize_both)):
         ms = median_ms(quantize, device)
@@ -133,19 +140,19 @@ def _gemm_rows(prefix: str, size: Size, peers: set[str], device: torch.device) -
 
 
 def _tensors(size: Size, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x, dy, weight and token counts."""
+    """x, dy, weight and expert ends."""
     tokens, outputs, inputs, experts = size
     randn = functools.partial(torch.randn, dtype=BF16, device=device)
     x, dy = randn(tokens, inputs), randn(tokens, outputs)
     if not experts:
         return x, dy, randn(outputs, inputs), None
-    counts = torch.full((experts,), tokens // experts, device=device)
-    return x, dy, randn(experts, outputs, inputs), counts
+    ends = even_expert_ends(experts, tokens, device)
+    return x, dy, randn(experts, outputs, inputs), ends
 
 
-def _products(x: Tensor, dy: Tensor, weight: Tensor, counts: Tensor | None) -> list[Product]:
+def _products(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor | None) -> list[Product]:
     quantize = functools.partial(
-        gemm.quantize_rows_and_columns, scale_format="fp32", num_tokens_per_expert=counts
+        gemm.quantize_rows_and_columns, scale_format="fp32", expert_ends=ends
     )
     x_operands, dy_operands = quantize(x), quantize(dy)
     x_rows, x_columns = x_operands[:2], x_operands[2:]
@@ -159,20 +166,20 @@ def _products(x: Tensor, dy: Tensor, weight: Tensor, counts: Tensor | None) -> l
             ("x @ w.t()", stacked_x, weight.mT),
             gemm.fp8_gemm_nt,
             (*x_rows, *w),
-            lambda: deep_gemm_calls.gemm_nt(x_rows, w, counts),
+            lambda: deep_gemm_calls.gemm_nt(x_rows, w, ends),
         ),
         Product(
             "dgrad",
             ("dy @ w", stacked_dy, weight),
             gemm.fp8_gemm_nt,
             (*dy_rows, *w_t),
-            lambda: deep_gemm_calls.gemm_nt(dy_rows, w_t, counts),
+            lambda: deep_gemm_calls.gemm_nt(dy_rows, w_t, ends),
         ),
         Product(
             "wgrad",
             ("dy.t() @ x", stacked_dy.mT, stacked_x),
             gemm.fp8_wgrad_nt,
             (*dy_columns, *x_columns),
-            lambda: deep_gemm_calls.wgrad_nt(dy, x, counts),
+            lambda: deep_gemm_calls.wgrad_nt(dy_columns, x_columns, ends),
         ),
     ]

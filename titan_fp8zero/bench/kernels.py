@@ -10,6 +10,7 @@ import torch
 from titan_fp8zero import gemm
 from titan_fp8zero.bench.measure import (
     ADAMW_BYTES,
+    even_expert_ends,
     fused_adamw_ms,
     gbytes,
     measure_machine,
@@ -18,6 +19,7 @@ from titan_fp8zero.bench.measure import (
 )
 from titan_fp8zero.bench.report import Report, Row
 from titan_fp8zero.blocks import BLOCK, num_tiles, scale_shape
+from titan_fp8zero.kernels.dequantize import dequantize_rows
 from titan_fp8zero.kernels.fold import fold_add
 from titan_fp8zero.kernels.quantize import quantize_tiles
 from titan_fp8zero.kernels.unfold import make_destinations, unfold_tiles
@@ -35,11 +37,11 @@ class Sizes(NamedTuple):
     weight: tuple[int, int]
     """Whose tiles are updated, folded and unfolded."""
     activations: tuple[tuple[torch.dtype, int, int], ...]
-    """`[M, K]`, M a multiple of `EXPERTS`."""
+    """`[M, K]`, M a multiple of 128 for each of `EXPERTS`."""
 
 
 ON_GPU = Sizes((65_536, 8_192), ((BF16, 8_192, 4_096), (BF16, 8_192, 14_336), (FP32, 8_192, 4_096)))
-ON_CPU = Sizes((512, 1_024), ((BF16, 256, 256), (BF16, 256, 512), (FP32, 256, 256)))
+ON_CPU = Sizes((512, 1_024), ((BF16, 1024, 128), (BF16, 1024, 256), (FP32, 1024, 128)))
 
 
 def bench_kernels(out: Path) -> None:
@@ -112,14 +114,14 @@ def _unfold(weight: tuple[int, int], device: torch.device) -> Iterator[Row]:
 
 def _activations(dtype: torch.dtype, rows: int, cols: int, device: torch.device) -> Iterator[Row]:
     x = torch.randn(rows, cols, dtype=dtype, device=device)
-    counts = torch.full((EXPERTS,), rows // EXPERTS, device=device)
+    ends = even_expert_ends(EXPERTS, rows, device)
     for name, quantize in (
         ("rows", functools.partial(gemm.quantize_rows, x, "fp32")),
         ("columns", functools.partial(gemm.quantize_columns, x, "fp32")),
         ("rows and columns", functools.partial(gemm.quantize_rows_and_columns, x, "fp32")),
         (
             f"columns, {EXPERTS} experts",
-            functools.partial(gemm.quantize_columns, x, "fp32", counts),
+            functools.partial(gemm.quantize_columns, x, "fp32", ends),
         ),
     ):
         yield Row(
@@ -127,6 +129,10 @@ def _activations(dtype: torch.dtype, rows: int, cols: int, device: torch.device)
             median_ms(quantize, device),
             gbytes=gbytes(x, *quantize()),
         )
+    quantized = gemm.quantize_rows(x, "fp32")
+    dequantize = functools.partial(dequantize_rows, *quantized, dtype)
+    name = f"dequantize rows, {NAMES[dtype]} {rows} x {cols}"
+    yield Row(name, median_ms(dequantize, device), gbytes=gbytes(x, *quantized))
 
 
 def _codes(*shape: int, device: torch.device) -> torch.Tensor:

@@ -88,3 +88,8 @@ def _seconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
+
+
+def even_expert_ends(experts: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """The `expert_ends` of grouped ops: an even share of the tokens, a multiple of 128, each."""
+    return torch.arange(1, experts + 1, dtype=torch.int32, device=device) * (tokens // experts)
