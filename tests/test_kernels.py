@@ -440,11 +440,12 @@ def test_codes_of_columns_are_padded_with_zeros(device):
 def test_reciprocals_of_scales_are_correctly_rounded():
     # Every mantissa at exponents from the smallest scale to the largest: a group each, whose scale
     # is its largest magnitude over 448, and whose code is 448 only if the reciprocal is right.
-    mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda").view(-1, 1)
+    mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda").view(2, -1, 1)
     for exponent in (10, 127, 128, 253):
-        x = (mantissas + (exponent << 23)).view(torch.float32)
-        x = torch.cat([x, x * 0.6161], dim=1)
-        assert_same(launch_quantize_rows(x, "fp32"), blocks.quantize_rows(x, "fp32"))
+        for half in mantissas:
+            x = (half + (exponent << 23)).view(torch.float32)
+            x = torch.cat([x, x * 0.6161], dim=1)
+            assert_same(launch_quantize_rows(x, "fp32"), blocks.quantize_rows(x, "fp32"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,9 @@
 """The `deep_gemm` backend: DeepGEMM (github.com/deepseek-ai/DeepGEMM) on SM90.
 
-Its kernels read rows of codes that are 16 bytes aligned, and write bf16; the one for weight
-gradients adds to fp32. Dense weight gradients in bf16 are `torch._scaled_mm`'s, which writes them
-without a detour through fp32, and is no less accurate.
+Its kernels read rows of codes that are 16 bytes aligned and write multiples of 8 columns: other
+sizes are padded with zeros. They write bf16; the one for weight gradients adds to fp32. Dense
+weight gradients in bf16 are `torch._scaled_mm`'s, which writes them without a detour through fp32,
+and is no less accurate.
 """
 
 import deep_gemm
@@ -16,7 +17,11 @@ from titan_fp8zero.blocks import BLOCK
 from titan_fp8zero.kernels.transpose import rows_of
 from titan_fp8zero.operands import ALIGNMENT, expert_rows, round_up, whole_rows
 
+_COLUMNS = 8
+"""Products have a multiple of these."""
 _WGRAD_RECIPE = (1, 1, 128)
+_WGRAD_ROWS = 64
+"""At least: kernels for fewer do not compile."""
 _MOST_EXPERTS_ONE_BY_ONE = 4
 """DeepGEMM's k-grouped kernel pairs blocks up to there, and hangs, or is wrong, where the blocks of
 an expert are odd in number (deepseek-ai/DeepGEMM#415)."""
@@ -25,11 +30,11 @@ an expert are odd in number (deepseek-ai/DeepGEMM#415)."""
 def _gemm_nt(
     x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    rows, cols = len(x_codes), len(w_codes)
-    x_codes, w_codes = _aligned_rows(x_codes), _aligned_rows(rows_of(w_codes))
-    out = _empty_product(x_codes, rows, cols)
+    cols = len(w_codes)
+    x_codes, w_codes = _padded_rows(x_codes), _padded_weight(w_codes)
+    out = x_codes.new_empty((len(x_codes), len(w_codes)), dtype=torch.bfloat16)
     deep_gemm.fp8_gemm_nt((x_codes, x_scale), (w_codes, w_scale), out)
-    return out.to(out_dtype)
+    return out[:, :cols].to(out_dtype).contiguous()
 
 
 def _grouped_gemm_nt(
@@ -40,13 +45,13 @@ def _grouped_gemm_nt(
     expert_ends: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    rows, cols = len(x_codes), w_codes.shape[1]
-    x_codes, w_codes = _aligned_rows(x_codes), _aligned_rows(rows_of(w_codes))
-    out = _empty_product(x_codes, rows, cols)
+    cols = w_codes.shape[1]
+    x_codes, w_codes = _padded_rows(x_codes), _padded_weight(w_codes)
+    out = x_codes.new_empty((len(x_codes), w_codes.shape[1]), dtype=torch.bfloat16)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
         (x_codes, x_scale), (w_codes, w_scale), out, expert_ends, use_psum_layout=True
     )
-    return out.to(out_dtype)
+    return out[:, :cols].to(out_dtype).contiguous()
 
 
 def _wgrad_nt(
@@ -54,18 +59,11 @@ def _wgrad_nt(
 ) -> Tensor:
     if out_dtype != torch.float32:
         return scaled_mm.wgrad_nt(dy_codes, dy_scale, x_codes, x_scale, out_dtype)
-    return _wgrad_fp32(whole_rows(dy_codes), dy_scale, whole_rows(x_codes), x_scale)
-
-
-def _wgrad_fp32(dy_codes: Tensor, dy_scale: Tensor, x_codes: Tensor, x_scale: Tensor) -> Tensor:
-    cols = len(x_codes)
-    out = dy_codes.new_zeros((len(dy_codes), round_up(cols, ALIGNMENT // 4)), dtype=torch.float32)[
-        :, :cols
-    ]
-    deep_gemm.fp8_gemm_nt(
-        (dy_codes, dy_scale), (x_codes, x_scale), out, c=out, recipe=_WGRAD_RECIPE
-    )
-    return out.contiguous()
+    rows, cols = len(dy_codes), len(x_codes)
+    dy, x = _padded_columns(dy_codes, dy_scale), _padded_columns(x_codes, x_scale)
+    out = dy_codes.new_zeros((len(dy[0]), len(x[0])), dtype=torch.float32)
+    deep_gemm.fp8_gemm_nt(dy, x, out, c=out, recipe=_WGRAD_RECIPE)
+    return out[:rows, :cols].contiguous()
 
 
 _dense_and_one_by_one = one_by_one(_gemm_nt, _wgrad_nt, scaled_mm.matmul_tn)
@@ -79,12 +77,12 @@ def _grouped_wgrad_nt(
     expert_ends: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    experts = len(expert_ends)
-    if experts <= _MOST_EXPERTS_ONE_BY_ONE:
+    experts, rows, cols = len(expert_ends), len(dy_scale), len(x_scale)
+    needs_padding = (_padded_size(rows), _padded_size(cols)) != (rows, cols)
+    if experts <= _MOST_EXPERTS_ONE_BY_ONE or needs_padding:
         return _dense_and_one_by_one.grouped_wgrad_nt(
             dy_codes, dy_scale, x_codes, x_scale, expert_ends, out_dtype
         )
-    rows, cols = len(dy_scale), len(x_scale)
     num_tokens = len(x_codes) // cols
     lengths = [round_up(r.stop, BLOCK) - r.start for r in expert_rows(expert_ends, num_tokens)]
     used = sum(lengths)
@@ -103,25 +101,40 @@ def _grouped_wgrad_nt(
 def _grouped_matmul_tn(
     dy: Tensor, x: Tensor, expert_ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
+    rows, cols = dy.shape[1], x.shape[1]
+    dy, x = (zero_pad(t, len(t), round_up(t.shape[1], _COLUMNS)) for t in (dy, x))
     # Rows between an expert's end and the next one's first are zeros, and may be multiplied too.
     ends = (expert_ends + (BLOCK - 1)) // BLOCK * BLOCK
     with torch.autocast(dy.device.type, enabled=False):
-        return torch._grouped_mm(dy.t(), x, offs=ends.int()).to(out_dtype)
+        out = torch._grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=ends.int())
+    return out[:, :rows, :cols].to(out_dtype).contiguous()
 
 
-def _aligned_rows(codes: Tensor) -> Tensor:
-    """Codes `[..., K]` with zeros up to the alignment: copied where K needs them."""
-    missing = -codes.shape[-1] % ALIGNMENT
-    if not missing:
+def _padded_rows(codes: Tensor) -> Tensor:
+    """Codes `[M, K]` with rows of whole loads."""
+    return zero_pad(codes, len(codes), round_up(codes.shape[1], ALIGNMENT))
+
+
+def _padded_weight(codes: Tensor) -> Tensor:
+    """Codes `[N, K]` or `[E, N, K]`, contiguous, that give products of whole columns."""
+    codes = rows_of(codes)
+    *experts, rows, cols = codes.shape
+    padded = (round_up(rows, _COLUMNS), round_up(cols, ALIGNMENT))
+    if padded == (rows, cols):
         return codes
-    rows = codes.reshape(-1, codes.shape[-1])
-    padded = zero_pad(rows, len(rows), rows.shape[1] + missing)
-    return padded.view(*codes.shape[:-1], -1)
+    matrices = codes.view(-1, rows, cols)
+    return torch.stack([zero_pad(matrix, *padded) for matrix in matrices]).view(*experts, *padded)
 
 
-def _empty_product(codes: Tensor, rows: int, cols: int) -> Tensor:
-    pitch = round_up(cols, ALIGNMENT // 2)
-    return codes.new_empty((rows, pitch), dtype=torch.bfloat16)[:, :cols]
+def _padded_columns(codes: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """An operand of weight gradients that gives products of whole columns and enough rows."""
+    codes = whole_rows(codes)
+    size = _padded_size(len(codes))
+    return zero_pad(codes, size, codes.shape[1]), zero_pad(scale_inv, size, scale_inv.shape[1])
+
+
+def _padded_size(size: int) -> int:
+    return max(_WGRAD_ROWS, round_up(size, _COLUMNS))
 
 
 BACKEND = Backend(

@@ -29,9 +29,9 @@ _PACK = tl.constexpr(
 )
 
 
-# A program quantizes a tile of 128x128 in four phases, each of every fourth row: the codes of four
-# rows are then the bytes of a word, which tl.trans moves whole. (Triton has miscompiled transposes
-# of FP8.) Offsets inside the tile are int32, those of its corner are scalars of int64.
+# A program quantizes a tile of 128x128. Rows and columns load it each for themselves, spread over
+# threads as they need it: the second time it comes from the first-level cache, and registers do not
+# have to hold it. Offsets inside the tile are int32, those of its corner are scalars of int64.
 
 
 @triton.jit
@@ -47,7 +47,37 @@ def _reciprocal_of(scale):
 
 
 @triton.jit
+def _quantize_row_groups(
+    x,
+    codes,
+    scale_inv,
+    rows,
+    cols,
+    row_stride,
+    code_stride,
+    UE8M0: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """All pointers are those of the tile's corner."""
+    i = tl.arange(0, _BLOCK)
+    row, col = i[:, None], tl.arange(0, _BLOCK)[None, :]
+    inside = (row < rows) & (col < cols)
+    source, target = x + (row * row_stride + col), codes + (row * code_stride + col)
+    values = tl.load(source) if IS_WHOLE else tl.load(source, mask=inside, other=0.0)
+    values = values.to(tl.float32)
+    scale = scale_of(tl.max(magnitude_bits(values), 1), UE8M0)
+    quantized = (values * _reciprocal_of(scale)[:, None]).to(tl.float8e4nv)
+    if IS_WHOLE:
+        tl.store(target, quantized)
+        tl.store(scale_inv + i, scale)
+    else:
+        tl.store(target, quantized, mask=inside)
+        tl.store(scale_inv + i, scale, mask=i < rows)
+
+
+@triton.jit
 def _load_phase(x, phase: tl.constexpr, rows, cols, row_stride, IS_WHOLE: tl.constexpr):
+    """Every fourth row of a tile, from row `phase`."""
     row = 4 * tl.arange(0, _WORDS)[:, None] + phase
     col = tl.arange(0, _BLOCK)[None, :]
     source = x + (row * row_stride + col)
@@ -57,44 +87,25 @@ def _load_phase(x, phase: tl.constexpr, rows, cols, row_stride, IS_WHOLE: tl.con
 
 
 @triton.jit
-def _quantize_row_groups(
-    values,
-    phase: tl.constexpr,
+def _quantize_column_groups(
+    x,
     codes,
     scale_inv,
     rows,
     cols,
-    code_stride,
-    UE8M0: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
-    i = 4 * tl.arange(0, _WORDS) + phase
-    scale = scale_of(tl.max(magnitude_bits(values), 1), UE8M0)
-    quantized = (values * _reciprocal_of(scale)[:, None]).to(tl.float8e4nv)
-    row, col = i[:, None], tl.arange(0, _BLOCK)[None, :]
-    target = codes + (row * code_stride + col)
-    if IS_WHOLE:
-        tl.store(target, quantized)
-        tl.store(scale_inv + i, scale)
-    else:
-        tl.store(target, quantized, mask=(row < rows) & (col < cols))
-        tl.store(scale_inv + i, scale, mask=i < rows)
-
-
-@triton.jit
-def _quantize_column_groups(
-    a,
-    b,
-    c,
-    d,
-    codes,
-    scale_inv,
+    row_stride,
     words,
-    cols,
     words_per_column,
     UE8M0: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
+    """`words` of each column are inside. All pointers are those of the tile's corner."""
+    # The codes of four rows are the bytes of a word, which tl.trans moves whole. (Triton has
+    # miscompiled transposes of FP8.)
+    a = _load_phase(x, 0, rows, cols, row_stride, IS_WHOLE)
+    b = _load_phase(x, 1, rows, cols, row_stride, IS_WHOLE)
+    c = _load_phase(x, 2, rows, cols, row_stride, IS_WHOLE)
+    d = _load_phase(x, 3, rows, cols, row_stride, IS_WHOLE)
     ab = tl.maximum(magnitude_bits(a), magnitude_bits(b))
     cd = tl.maximum(magnitude_bits(c), magnitude_bits(d))
     scale = scale_of(tl.max(tl.maximum(ab, cd), 0), UE8M0)
@@ -144,24 +155,17 @@ def _quantize_activation(
     rows_here = tl.minimum(rows - group * _BLOCK, _BLOCK)
     cols_here = tl.minimum(cols - block * _BLOCK, _BLOCK)
     x += first_row * row_stride + first_col
-    a = _load_phase(x, 0, rows_here, cols_here, row_stride, IS_WHOLE)
-    b = _load_phase(x, 1, rows_here, cols_here, row_stride, IS_WHOLE)
-    c = _load_phase(x, 2, rows_here, cols_here, row_stride, IS_WHOLE)
-    d = _load_phase(x, 3, rows_here, cols_here, row_stride, IS_WHOLE)
     if row_codes is not None:
-        row_codes += first_row * cols + first_col
-        row_scale_inv += block.to(tl.int64) * row_scale_stride + first_row
         _quantize_row_groups(
-            a, 0, row_codes, row_scale_inv, rows_here, cols_here, cols, UE8M0, IS_WHOLE
-        )
-        _quantize_row_groups(
-            b, 1, row_codes, row_scale_inv, rows_here, cols_here, cols, UE8M0, IS_WHOLE
-        )
-        _quantize_row_groups(
-            c, 2, row_codes, row_scale_inv, rows_here, cols_here, cols, UE8M0, IS_WHOLE
-        )
-        _quantize_row_groups(
-            d, 3, row_codes, row_scale_inv, rows_here, cols_here, cols, UE8M0, IS_WHOLE
+            x,
+            row_codes + (first_row * cols + first_col),
+            row_scale_inv + (block.to(tl.int64) * row_scale_stride + first_row),
+            rows_here,
+            cols_here,
+            row_stride,
+            cols,
+            UE8M0,
+            IS_WHOLE,
         )
     if column_codes is not None:
         first_word = group * _WORDS
@@ -181,14 +185,13 @@ def _quantize_activation(
             first_word -= start // 4
             words_here = _WORDS
         _quantize_column_groups(
-            a,
-            b,
-            c,
-            d,
+            x,
             column_codes + (first_col * words_per_column + first_word),
             column_scale_inv + (group.to(tl.int64) * column_scale_stride + first_col),
-            words_here,
+            rows_here,
             cols_here,
+            row_stride,
+            words_here,
             words_per_column,
             UE8M0,
             IS_WHOLE,
