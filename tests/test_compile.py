@@ -9,10 +9,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from models import Stack, assert_same, everything, shard
 from ranks import run_ranks
+from test_gemm import FAST_BACKENDS, requires_sm90
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_fp8zero import BlockwiseFP8Linear
+from titan_fp8zero import BlockwiseAdamW, BlockwiseFP8Linear, shard_zero1
+from titan_fp8zero.linear import WGRAD_PRECISIONS
 from titan_fp8zero.main_parameter import local_tensor, main_of
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -158,3 +160,37 @@ def test_compiling_after_sharding_reads_published_weights():
     for eager, compiled in zip(outputs[:3], outputs[3:], strict=True):
         assert torch.equal(eager, compiled)
     assert_same(everything(models[0]), everything(models[1]))
+
+
+@pytest.mark.gpu
+@requires_sm90
+@pytest.mark.parametrize("keep_transposed", [False, True])
+@pytest.mark.parametrize("wgrad", WGRAD_PRECISIONS)
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_on_a_gpu_ten_steps_are_one_graph(backend, wgrad, keep_transposed):
+    """And equal eager to the bit: there is nothing but our ops in it."""
+    trained = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            BlockwiseFP8Linear(256, 576, bias=False, backend=backend, wgrad=wgrad),
+            BlockwiseFP8Linear(576, 256, bias=False, backend=backend, wgrad=wgrad),
+        ).cuda()
+        counter = CompileCounterWithBackend("inductor")
+        call = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
+        zero1 = shard_zero1(model, None, keep_transposed=keep_transposed)
+        optimizer = BlockwiseAdamW(model.parameters(), lr=1e-2, fused=True)
+        zero1.attach(optimizer)
+        outputs = []
+        for step in range(10):
+            x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                output = call(x.requires_grad_())
+            output.backward(x.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append((output.detach(), x.grad))
+        assert counter.frame_count == compiled
+        trained.append(outputs)
+    for eager, compiled in zip(*trained, strict=True):
+        assert all(map(torch.equal, eager, compiled))
