@@ -8,6 +8,7 @@ and is no less accurate.
 
 import deep_gemm
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_fp8zero.backends import scaled_mm
@@ -15,16 +16,16 @@ from titan_fp8zero.backends.backend import Backend, one_by_one
 from titan_fp8zero.backends.scaled_mm import zero_pad
 from titan_fp8zero.blocks import BLOCK
 from titan_fp8zero.kernels.transpose import rows_of
-from titan_fp8zero.operands import ALIGNMENT, expert_rows, round_up, whole_rows
+from titan_fp8zero.operands import ALIGNMENT, round_up, whole_rows
 
 _COLUMNS = 8
 """Products have a multiple of these."""
 _WGRAD_RECIPE = (1, 1, 128)
 _WGRAD_ROWS = 64
 """At least: kernels for fewer do not compile."""
-_MOST_EXPERTS_ONE_BY_ONE = 4
-"""DeepGEMM's k-grouped kernel pairs blocks up to there, and hangs, or is wrong, where the blocks of
-an expert are odd in number (deepseek-ai/DeepGEMM#415)."""
+_LEAST_GROUPS = 5
+"""Of the k-grouped kernel. With fewer it pairs blocks, and hangs or is wrong where those of a group
+are odd in number (deepseek-ai/DeepGEMM#415)."""
 
 
 def _gemm_nt(
@@ -78,24 +79,34 @@ def _grouped_wgrad_nt(
     out_dtype: torch.dtype,
 ) -> Tensor:
     experts, rows, cols = len(expert_ends), len(dy_scale), len(x_scale)
-    needs_padding = (_padded_size(rows), _padded_size(cols)) != (rows, cols)
-    if experts <= _MOST_EXPERTS_ONE_BY_ONE or needs_padding:
+    if (_padded_size(rows), _padded_size(cols)) != (rows, cols):
         return _dense_and_one_by_one.grouped_wgrad_nt(
             dy_codes, dy_scale, x_codes, x_scale, expert_ends, out_dtype
         )
-    num_tokens = len(x_codes) // cols
-    lengths = [round_up(r.stop, BLOCK) - r.start for r in expert_rows(expert_ends, num_tokens)]
-    used = sum(lengths)
-    out = dy_codes.new_zeros((experts, rows, cols), dtype=torch.float32)
+    groups = max(experts, _LEAST_GROUPS)
+    ends = F.pad(_whole_blocks(expert_ends), (1, 0))
+    lengths = F.pad(ends.diff(), (0, groups - experts))
+    out = dy_codes.new_zeros((groups, rows, cols), dtype=torch.float32)
     deep_gemm.k_grouped_fp8_gemm_nt_contiguous(
-        (dy_codes[: used * rows], dy_scale[:, : used // BLOCK]),
-        (x_codes[: used * cols], x_scale[:, : used // BLOCK]),
+        (dy_codes, dy_scale),
+        (x_codes, x_scale),
         out,
+        _even_lengths(len(x_codes) // cols, groups),
         lengths,
-        torch.tensor(lengths, dtype=torch.int32, device=out.device),
         c=out,
     )
-    return out.to(out_dtype)
+    return out[:experts].to(out_dtype)
+
+
+def _even_lengths(num_rows: int, groups: int) -> list[int]:
+    # The kernel reads the lengths that are on the device. Those that it wants on the host, for
+    # which we would have to wait, only have to add up, and help to choose its blocks.
+    share, more = divmod(num_rows // BLOCK, groups)
+    return [(share + (group < more)) * BLOCK for group in range(groups)]
+
+
+def _whole_blocks(expert_ends: Tensor) -> Tensor:
+    return ((expert_ends + (BLOCK - 1)) // BLOCK * BLOCK).int()
 
 
 def _grouped_matmul_tn(
@@ -104,9 +115,8 @@ def _grouped_matmul_tn(
     rows, cols = dy.shape[1], x.shape[1]
     dy, x = (zero_pad(t, len(t), round_up(t.shape[1], _COLUMNS)) for t in (dy, x))
     # Rows between an expert's end and the next one's first are zeros, and may be multiplied too.
-    ends = (expert_ends + (BLOCK - 1)) // BLOCK * BLOCK
     with torch.autocast(dy.device.type, enabled=False):
-        out = torch._grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=ends.int())
+        out = torch._grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=_whole_blocks(expert_ends))
     return out[:, :rows, :cols].to(out_dtype).contiguous()
 
 
