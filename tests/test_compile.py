@@ -78,8 +78,8 @@ def train(layers: int, mesh: Any, dtype: torch.dtype) -> tuple[int, list[tuple[f
 
 def check(graphs: int, errors: list[tuple[float, float]], dtype: torch.dtype) -> None:
     assert graphs == 1  # all layers share it, and publishing does not invalidate it
-    # Compiled, a rounding can tip an FP8 code over, by up to 2^-4 of a value: such a step is further
-    # from eager's, but most are not.
+    # Compiled, a rounding can tip an FP8 code over, by up to 2^-4 of a value: such a step is
+    # further from eager's, but most are not.
     losses, gradients = zip(*errors, strict=True)
     assert max(losses) < 5e-3 and max(gradients) < 1e-1
     if dtype == torch.float32:
