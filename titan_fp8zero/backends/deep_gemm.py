@@ -112,11 +112,13 @@ def _whole_blocks(expert_ends: Tensor) -> Tensor:
 def _grouped_matmul_tn(
     dy: Tensor, x: Tensor, expert_ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
+    if dy.dtype != torch.bfloat16:  # which is all that the grouped kernel multiplies
+        return _dense_and_one_by_one.grouped_matmul_tn(dy, x, expert_ends, out_dtype)
     rows, cols = dy.shape[1], x.shape[1]
     dy, x = (zero_pad(t, len(t), round_up(t.shape[1], _COLUMNS)) for t in (dy, x))
     # Rows between an expert's end and the next one's first are zeros, and may be multiplied too.
     with torch.autocast(dy.device.type, enabled=False):
-        out = torch._grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=_whole_blocks(expert_ends))
+        out = torch._grouped_mm(dy.t(), x, offs=_whole_blocks(expert_ends))
     return out[:, :rows, :cols].to(out_dtype).contiguous()
 
 
