@@ -22,6 +22,7 @@ from titan_fp8zero.kernels.quantize import quantize_tiles
 from titan_fp8zero.kernels.update import update_tiles
 from titan_fp8zero.layout import BucketLayout, MainLayout, Member
 from titan_fp8zero.lost_ranks import lost_ranks
+from titan_fp8zero.operands import round_up
 from titan_fp8zero.placement import BlockShard
 from titan_fp8zero.ring import GradientRing
 
@@ -32,7 +33,7 @@ SCALE_BYTES = 4
 
 def payload_row_bytes(units: int) -> int:
     """Bytes that a rank of an FP8 bucket publishes: its tiles' codes, their scales, padding."""
-    return -(-units * (TILE_NUMEL + SCALE_BYTES) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return round_up(units * (TILE_NUMEL + SCALE_BYTES), ROW_ALIGNMENT)
 
 
 class DataParallelMesh(NamedTuple):
@@ -247,7 +248,7 @@ class Bucket:
         self._gradient = None
 
     def _zero_gradient(self) -> torch.Tensor:
-        flags = -(-len(self._flag_of) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        flags = round_up(len(self._flag_of), ROW_ALIGNMENT)
         columns = self._units * self._unit_numel + flags
         shape = (self.mesh.num_ranks, columns)
         return self._ring.take(shape, self.precision.accumulate, self.main.device)

@@ -7,6 +7,7 @@
 
 import functools
 import importlib
+import importlib.util
 import logging
 
 import torch
@@ -27,13 +28,12 @@ def choose_backend(device: torch.device, requested: str = "auto") -> str:
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {requested!r}")
-    is_sm90 = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    if requested in ("torch", "deep_gemm") and not is_sm90:
+    if requested in ("torch", "deep_gemm") and not is_sm90(device):
         raise RuntimeError(
             f"backend {requested!r} multiplies 128x128-block FP8 on SM90 (H100, H200) only, and "
             f"the tensors are on {device}: use backend 'reference' or 'auto' there"
         )
-    chosen = _automatic(is_sm90) if requested == "auto" else requested
+    chosen = _automatic(device) if requested == "auto" else requested
     if chosen == "deep_gemm":
         from titan_fp8zero.backends.install import check_deep_gemm
 
@@ -42,8 +42,13 @@ def choose_backend(device: torch.device, requested: str = "auto") -> str:
     return chosen
 
 
-def _automatic(is_sm90: bool) -> str:
-    if not is_sm90:
+def is_sm90(device: torch.device) -> bool:
+    """Whether a device is a Hopper GPU, on which FP8 blocks are multiplied."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _automatic(device: torch.device) -> str:
+    if not is_sm90(device):
         return "reference"
     return "deep_gemm" if importlib.util.find_spec("deep_gemm") else "torch"
 

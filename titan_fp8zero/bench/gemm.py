@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8zero import gemm
-from titan_fp8zero.backends import BACKENDS, choose_backend
+from titan_fp8zero.backends import BACKENDS, choose_backend, is_sm90
 from titan_fp8zero.bench import deep_gemm_calls
 from titan_fp8zero.bench.linear import linear_rows
 from titan_fp8zero.bench.measure import (
@@ -94,8 +94,7 @@ def bench_gemm(out: Path) -> None:
 
 
 def _peers(device: torch.device) -> set[str]:
-    is_sm90 = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return {name for name in PEERS if is_sm90 and importlib.util.find_spec(name)}
+    return {name for name in PEERS if is_sm90(device) and importlib.util.find_spec(name)}
 
 
 def _backends(device: torch.device) -> Iterator[str]:

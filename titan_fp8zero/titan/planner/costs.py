@@ -9,6 +9,7 @@ import torch
 from titan_fp8zero.blocks import TILE_NUMEL
 from titan_fp8zero.bucket import ROW_ALIGNMENT, SCALE_BYTES, Precision, payload_row_bytes
 from titan_fp8zero.layout import BucketLayout, Strategy
+from titan_fp8zero.operands import round_up
 
 FP32_BYTES, BF16_BYTES, FP8_BYTES = 4, 2, 1
 
@@ -85,7 +86,7 @@ def _owned_numel(layout: BucketLayout) -> int:
 
 
 def _gradient_numel(layout: BucketLayout) -> int:
-    flags = -(-len(layout.members) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    flags = round_up(len(layout.members), ROW_ALIGNMENT)
     return layout.num_ranks * (_owned_numel(layout) + flags)
 
 
