@@ -68,7 +68,7 @@ def launches() -> list[tuple[str, Any, tuple[Any, ...]]]:
     weight = torch.zeros(256, 512, dtype=E4M3)
     written = [torch.arange(8)], [weight], [torch.zeros(2, 4)]
     x = torch.zeros(256, 512, dtype=bf16)
-    update = (tiles, tiles.to(bf16), tiles.clone(), tiles.clone(), *payload, torch.ones(4))
+    update = (tiles, tiles.to(bf16), tiles.clone(), tiles.clone(), *payload, torch.ones(4, 4))
     return [
         ("fold", launch_fold_add, (torch.zeros(2, 4, 128, 128), x, 0)),
         ("quantize", launch_quantize_tiles, (tiles, *payload, "ue8m0", True)),

@@ -189,7 +189,7 @@ class Tiles:
         self.exp_avg = data(shape, "normal", 3).to(device, moment_dtype)
         self.exp_avg_sq = data(shape, "normal", 4).square().to(device, moment_dtype)
         self.codes, self.scale_inv = empty_payload(tiles, device)
-        self.hyperparameters = hyperparameters(device)
+        self.hyperparameters = hyperparameters(device).repeat(tiles, 1)
 
     @property
     def updated(self) -> tuple[torch.Tensor, ...]:
@@ -220,7 +220,10 @@ def test_update_equals_adamw_in_fp64(gradient_dtype, moment_dtype, update, tiles
     given = Tiles(tiles, device, moment_dtype)
     given.gradient = given.gradient.to(gradient_dtype)
     main, exp_avg, exp_avg_sq = (t.double() for t in given.updated)
-    decay, step_size, correction, clip_factor = given.hyperparameters.double()
+    given.hyperparameters[-1] = hyperparameters(device, lr=1e-3, step=9, clip=2.0)
+    decay, step_size, correction, clip_factor = (
+        column[:, None, None] for column in given.hyperparameters.double().unbind(1)
+    )
     gradient = given.gradient.double() * clip_factor
     m = BETAS[0] * exp_avg + (1 - BETAS[0]) * gradient
     v = BETAS[1] * exp_avg_sq + (1 - BETAS[1]) * gradient**2
@@ -262,7 +265,7 @@ def test_update_quantizes_what_it_wrote(scale_format, round_main_to_bf16, device
 def test_update_without_step_or_decay_quantizes_extreme_tiles(device):
     given = Tiles(len(AMAX), device)
     given.main = extreme_tiles().to(device)
-    given.hyperparameters = torch.tensor([1.0, 0.0, 1.0, 1.0], device=device)
+    given.hyperparameters[:] = torch.tensor([1.0, 0.0, 1.0, 1.0], device=device)
     given.update(launch_update_tiles)
     torch.testing.assert_close(given.main.cpu(), extreme_tiles(), rtol=0, atol=0, equal_nan=True)
     assert_same((given.codes, given.scale_inv), blocks.quantize_tiles(given.main.cpu()))
@@ -522,6 +525,10 @@ def test_refusals_name_the_argument():
     given.gradient = given.gradient.transpose(1, 2)
     with pytest.raises(ValueError, match="gradient must be contiguous tiles"):
         given.update(launch_update_tiles)
+    given.hyperparameters = given.hyperparameters[0]
+    with pytest.raises(ValueError, match=r"hyperparameters must be contiguous \[2, 4\]"):
+        given.update(launch_update_tiles)
+    given = Tiles(2, "cpu")
     given.gradient = torch.zeros(3, BLOCK, BLOCK)
     with pytest.raises(ValueError, match="'gradient': 3"):
         given.update(launch_update_tiles)

@@ -61,6 +61,17 @@ def pooled(bucket: BucketLayout) -> list[WeightSpec]:
 
 @fast
 @given(models(), options)
+def test_buckets_are_in_the_order_of_their_first_weights(weights, options):
+    position = {weight.fqn: index for index, weight in enumerate(weights)}
+    firsts = [
+        min(position[member.weight.fqn] for member in bucket.members)
+        for bucket in plan_buckets(weights, **options)
+    ]
+    assert firsts == sorted(firsts)
+
+
+@fast
+@given(models(), options)
 def test_every_unit_is_owned_exactly_once(weights, options):
     buckets = plan_buckets(weights, **options)
     seen = [member.weight for bucket in buckets for member in bucket.members]

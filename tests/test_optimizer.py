@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import titan_fp8zero.optimizer as optimizer_module
 from titan_fp8zero import BlockwiseAdamW, quantize_blockwise, shard_zero1, unfold
+from titan_fp8zero.bucket import Bucket, Payload
 from titan_fp8zero.main_parameter import main_of
 
 SHAPES = {"plain": (256, 384), "odd": (130, 70), "experts": (3, 128, 130), "norm": (97,)}
@@ -305,6 +306,90 @@ def test_updating_and_quantizing_in_one_pass(monkeypatch, moment_dtype, max_norm
     monkeypatch.setattr(optimizer_module, "_takes_one_pass", take_on_any_device)
     assert_one_pass_is_close_to_two("cpu", moment_dtype, max_norm)
     assert taken == [*[True, True, True, False] * 3, *[False] * 12]
+
+
+def test_one_pass_launches_once_a_bucket(monkeypatch):
+    """On the units of all main parameters between two without a gradient, with the results of one
+    launch a main parameter; also after a load."""
+    fp8 = {"a": (256, 384), "b": (130, 70), "c": (3, 128, 130), "d": (128, 256)}
+    launches: list[int] = []
+    update = Payload.update_and_write
+
+    def count(payload: Any, units: torch.Tensor, *args: Any) -> None:
+        launches.append(len(units))
+        update(payload, units, *args)
+
+    def is_tiled(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+        return main_of(parameter).bucket.is_fp8
+
+    def one_by_one(columns: list[list[torch.Tensor]]) -> list[slice]:
+        return [slice(row, row + 1) for row in range(len(columns[0]))]
+
+    monkeypatch.setattr(optimizer_module, "_takes_one_pass", is_tiled)
+    monkeypatch.setattr(Payload, "update_and_write", count)
+    trained = []
+    for runs in (optimizer_module.adjacent_runs, one_by_one):
+        monkeypatch.setattr(optimizer_module, "adjacent_runs", runs)
+        model = GivenGradients(fp8 | {"norm": (97,)})
+        zero1 = shard_zero1(model, None, compute_dtype=torch.float32)
+        optimizer = BlockwiseAdamW(model.parameters(), lr=1e-2, moment_dtype=torch.bfloat16)
+        zero1.attach(optimizer)
+        for step, absent in enumerate([{"b"}, {"a"}, set(), set()]):
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            shapes = {name: shape for name, shape in model.shapes.items() if name not in absent}
+            model(exact_gradients(shapes, step, my_samples())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(everything(model, optimizer))
+    # Tiles: a 6, b 2, c 6, d 2.
+    assert launches == [6, 8, 10, 16, 16, *[6, 6, 2], *[2, 6, 2], *[6, 2, 6, 2] * 2]
+    assert_same(*trained)
+
+
+def test_publishing_starts_as_soon_as_a_bucket_is_updated(monkeypatch):
+    """In forward order; where a weight that shares a main parameter stays as it is, later."""
+    shapes = {"norm": (97,), "a": (256, 384), "b": (130, 70), "c": (3, 128, 130)}
+    events: list[str] = []
+    write, start = Payload.write, Bucket.start_publish
+
+    def note_write(payload: Payload, main: torch.Tensor) -> None:
+        events.append(f"write {len(main)}")
+        write(payload, main)
+
+    def note_start(bucket: Bucket) -> None:
+        events.append(f"publish {bucket.layout.units_per_rank}")
+        start(bucket)
+
+    def events_of(steps: list[set[str]], **options: Any) -> list[str]:
+        model = GivenGradients(shapes)
+        zero1 = shard_zero1(model, None, **options)
+        optimizer = BlockwiseAdamW(model.parameters(), lr=1e-2)
+        zero1.attach(optimizer)
+        for step, names in enumerate(steps):
+            events.clear()
+            used = {name: shape for name, shape in shapes.items() if name in names}
+            model(exact_gradients(used, step, my_samples())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(events)
+
+    monkeypatch.setattr(Payload, "write", note_write)
+    monkeypatch.setattr(Bucket, "start_publish", note_start)
+    # Units: norm 97 and padding, a 6 tiles, b 2, c 6.
+    everyone = set(shapes)
+    assert events_of([everyone], bucket_bytes=1024) == [
+        *("write 112", "publish 112", "write 6", "publish 6"),
+        *("write 2", "publish 2", "write 6", "publish 6"),
+    ]
+    assert events_of([everyone - {"b"}], bucket_bytes=1024) == [
+        *("write 112", "publish 112", "write 6", "publish 6", "write 6"),
+        *("write 2", "publish 2", "publish 6"),
+    ]
+    assert events_of([everyone, everyone - {"b"}], strategy="param") == [
+        *("write 112", "write 14"),
+        *("write 112", "publish 112", "write 14", "publish 14"),
+    ]
 
 
 @pytest.mark.gpu

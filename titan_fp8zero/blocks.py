@@ -161,13 +161,13 @@ def update_tiles(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """AdamW (arXiv:1711.05101) on tiles of any shape, in place, computed in fp32.
+    """AdamW (arXiv:1711.05101) on tiles `[T, 128, 128]`, in place, computed in fp32.
 
-    `hyperparameters` fp32 `[4]`: `1 - lr * weight_decay`, `lr / (1 - beta1^step)`,
-    `1 / sqrt(1 - beta2^step)`, and what gradients are multiplied by. `main` is fp32; moments of
-    another dtype are rounded to it last.
+    `hyperparameters` fp32 `[T, 4]`, of each tile: `1 - lr * weight_decay`,
+    `lr / (1 - beta1^step)`, `1 / sqrt(1 - beta2^step)`, and what its gradient is multiplied by.
+    `main` is fp32; moments of another dtype are rounded to it last.
     """
-    decay, step_size, correction, clip_factor = hyperparameters
+    decay, step_size, correction, clip_factor = hyperparameters[:, :, None, None].unbind(1)
     beta1, beta2 = betas
     g = gradient.float() * clip_factor
     m = exp_avg.float().lerp(g, 1 - beta1)

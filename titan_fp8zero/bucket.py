@@ -66,7 +66,7 @@ class Precision(NamedTuple):
 
 
 class Payload:
-    """What one main parameter publishes: a view of its rank's part of the bucket's payload."""
+    """What main parameters publish: a view of their rank's part of the bucket's payload."""
 
     def __init__(
         self, codes_or_values: torch.Tensor, scale_inv: torch.Tensor | None, precision: Precision
@@ -75,7 +75,7 @@ class Payload:
         self._scale_inv = scale_inv
         self._precision = precision
         self.is_fresh = False
-        """Whether the payload was written from the present main parameter."""
+        """Whether the payload was written from the present main parameters."""
 
     @torch.no_grad()
     def write(self, main: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class Payload:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """`update_tiles` on the local tiles of an FP8 main parameter, which writes them too."""
+        """`update_tiles` on local tiles of FP8 main parameters, which writes them too."""
         assert self._scale_inv is not None, "high-precision parameters have no tiles"
         self.is_fresh = True
         update_tiles(
@@ -127,13 +127,6 @@ class Gathered(NamedTuple):
     """`[ranks, units_per_rank, *unit]`."""
     scale_inv: torch.Tensor | None
     """fp32 `[ranks, units_per_rank]`, of an FP8 bucket."""
-
-    def values(self, main: MainLayout, member: Member) -> torch.Tensor:
-        """A high-precision weight's units end to end."""
-        rows = self.codes_or_values
-        return torch.cat(
-            [rows[r.rank, r.local_start : r.local_start + r.units] for r in main.runs(member)]
-        )
 
 
 class ReducedGradient:
@@ -190,8 +183,7 @@ class Bucket:
             self._gradient = self._zero_gradient()
         rows = self._gradient_units(self._gradient)
         if self.is_fp8:
-            local = slice(main.local_start, main.local_start + main.units_per_rank)
-            fold_add(rows[:, local], gradient, member.start)
+            fold_add(rows[:, main.local], gradient, member.start)
         else:
             elements = gradient.reshape(-1)
             for run in main.runs(member):
@@ -262,10 +254,9 @@ class Bucket:
 
     # Publish: one all-gather.
 
-    def payload(self, main: MainLayout) -> Payload:
-        """The view into which a main parameter's local units are quantized or cast."""
+    def payload(self, local: slice) -> Payload:
+        """The view into which these local units are quantized or cast."""
         gathered = self._split_payload(self._payload)
-        local = slice(main.local_start, main.local_start + main.units_per_rank)
         scale_inv = None if gathered.scale_inv is None else gathered.scale_inv[0, local]
         return Payload(gathered.codes_or_values[0, local], scale_inv, self.precision)
 

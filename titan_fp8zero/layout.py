@@ -70,6 +70,11 @@ class MainLayout:
     def units(self) -> int:
         return self.num_ranks * self.units_per_rank
 
+    @property
+    def local(self) -> slice:
+        """Where it lies in every rank's shard of the bucket."""
+        return slice(self.local_start, self.local_start + self.units_per_rank)
+
     def runs(self, member: Member) -> Iterator[Run]:
         """The runs of a member, by rank."""
         unit, end = member.start, member.start + member.weight.units
@@ -118,6 +123,9 @@ def plan_buckets(
 ) -> list[BucketLayout]:
     """Group weights, in the order given (that of forward), into buckets of at most `bucket_bytes`.
 
+    Buckets are in the order of their first weights: of forward's need for them, and in reverse of
+    backward's last gradients.
+
     strategy "block" shares out the tiles of every weight; small weights are pooled into one main
     parameter where padding would pass `padding_limit` of a bucket. "param" gives whole weights to
     ranks, greedy, largest first (FP8-LM, arXiv:2310.18313), and pads every rank to the fullest.
@@ -129,7 +137,10 @@ def plan_buckets(
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if not padding_limit >= 0:
         raise ValueError(f"padding_limit is a share of a bucket, at least 0, got {padding_limit}")
-    buckets = _split_into_buckets(weights, bucket_bytes)
+    position = {weight.fqn: index for index, weight in enumerate(weights)}
+    buckets = sorted(
+        _split_into_buckets(weights, bucket_bytes), key=lambda bucket: position[bucket[0].fqn]
+    )
     if strategy == "param":
         return [_bin_whole_weights(bucket) for bucket in buckets]
     return [_share_out_tiles(bucket, padding_limit) for bucket in buckets]

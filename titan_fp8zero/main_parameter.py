@@ -69,12 +69,6 @@ class Weight:
         gathered = sharded.redistribute(placements=[Replicate()]).to_local()
         return self.from_units(torch.cat([gathered[run.rank, : run.units] for run in runs]))
 
-    def write_compute(self, values: torch.Tensor) -> None:
-        """Take the published units of a high-precision weight, in place: compiled graphs keep the
-        address."""
-        assert isinstance(self.compute, torch.Tensor)
-        local_tensor(self.compute.detach()).copy_(values.view(self.shape))
-
     # Views of weights refer to them. A copy of a view is one of the same weight; in another
     # process there is no such weight.
 
@@ -101,8 +95,7 @@ class MainParameter:
 
     def local(self, bucket_shard: torch.Tensor) -> torch.Tensor:
         """This main parameter's part of a rank's shard of the bucket."""
-        start = self.layout.local_start
-        return bucket_shard[start : start + self.layout.units_per_rank]
+        return bucket_shard[self.layout.local]
 
     def refresh_payload(self) -> None:
         """Quantize or cast into the payload, unless the optimizer has done so in its update."""
@@ -195,10 +188,9 @@ def make_main_parameter(
     layout: MainLayout, bucket: Bucket, weights: list[Weight], owner: Any
 ) -> MainParameter:
     """Move weights, one gathered at a time, into a main parameter registered in their place."""
-    shard = bucket.main[layout.local_start : layout.local_start + layout.units_per_rank]
-    tensor = weights[0].mesh.main_tensor(shard)
+    tensor = weights[0].mesh.main_tensor(bucket.main[layout.local])
     parameter = nn.Parameter(tensor, requires_grad=weights[0].trainable)
-    main = MainParameter(layout, bucket, owner, weights, parameter, bucket.payload(layout))
+    main = MainParameter(layout, bucket, owner, weights, parameter, bucket.payload(layout.local))
     parameter._zero1_main = main  # type: ignore[attr-defined]
     for weight, member in zip(weights, layout.members, strict=True):
         weight.main, weight.member = main, member

@@ -1,12 +1,14 @@
 """`BlockwiseAdamW`: AdamW that quantizes each tile it updates, in the same pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
-from titan_fp8zero.main_parameter import local_tensor, main_of
+from titan_fp8zero.adjacent import adjacent_runs, joined
+from titan_fp8zero.bucket import Bucket
+from titan_fp8zero.main_parameter import MainParameter, local_tensor, main_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,6 +38,7 @@ class BlockwiseAdamW(torch.optim.AdamW):
                 f"moment_dtype must be torch.float32 or torch.bfloat16, got {moment_dtype}"
             )
         self._moment_dtype = moment_dtype
+        self._moments: dict[tuple[Bucket, str], torch.Tensor] = {}
         super().__init__(params, lr=lr, **kwargs)
         self.clip_factor: torch.Tensor | None = None
         """0-dim: what the next step multiplies gradients by."""
@@ -50,10 +53,10 @@ class BlockwiseAdamW(torch.optim.AdamW):
         for group in state_dict["param_groups"]:
             _refuse_unsupported(group)
         super().load_state_dict(state_dict)
-        for state in self.state.values():  # torch casts to the parameter's dtype
+        for parameter, state in self.state.items():  # torch casts to the parameter's dtype
             for name in MOMENTS:
                 if name in state:
-                    state[name] = state[name].to(self._moment_dtype)
+                    state[name] = self._take_moment(parameter, name, state[name])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -63,37 +66,38 @@ class BlockwiseAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            in_one_pass = []
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
                 self._init_state(parameter, group)
-                if _takes_one_pass(parameter, group):
-                    in_one_pass.append(parameter)
+            in_one_pass = [p for p in parameters if _takes_one_pass(p, group)]
+            hyperparameters = self._count_steps(in_one_pass, group)
+            for in_bucket in _split_by_bucket(parameters):
+                if in_bucket[0] in hyperparameters:
+                    self._update_in_one_pass(in_bucket, hyperparameters, group)
                 else:
-                    self._update(parameter, group)
-            if in_one_pass:
-                self._update_in_one_pass(in_one_pass, group)
+                    self._update(in_bucket, group)
+                main = main_of(in_bucket[0])
+                if main is not None:
+                    main.owner.publish_written()
         self.clip_factor = None
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        assert parameter.grad is not None
-        state = self.state[parameter]
-        gradient = local_tensor(parameter.grad)
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        units = [local_tensor(parameter) for parameter in parameters]
+        gradients = [_local_gradient(parameter) for parameter in parameters]
         if self.clip_factor is not None:
-            gradient = gradient * self.clip_factor
-        local = local_tensor(parameter.detach())
+            gradients = list(torch._foreach_mul(gradients, self.clip_factor))
+        moments = [local_tensor(state[name]) for name in MOMENTS for state in states]
+        updated = [moment.to(units[0].dtype) for moment in moments]
         beta1, beta2 = group["betas"]
-        moments = [local_tensor(state[name]) for name in MOMENTS]
-        exp_avg, exp_avg_sq = (moment.to(local.dtype) for moment in moments)
         adamw(
-            [local],
-            [gradient],
-            [exp_avg],
-            [exp_avg_sq],
+            units,
+            gradients,
+            updated[: len(units)],
+            updated[len(units) :],
             [],
-            [state["step"]],
+            [state["step"] for state in states],
             foreach=group["foreach"],
             fused=group["fused"],
             amsgrad=False,
@@ -104,30 +108,57 @@ class BlockwiseAdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        if self._moment_dtype != local.dtype:
-            torch._foreach_copy_(moments, [exp_avg, exp_avg_sq])
-        main = main_of(parameter)
-        if main is not None:
-            main.payload.write(local)
+        if self._moment_dtype != units[0].dtype:
+            torch._foreach_copy_(moments, updated)
+        for parameter, values in zip(parameters, units, strict=True):
+            main = main_of(parameter)
+            if main is not None:
+                main.payload.write(values)
 
-    def _update_in_one_pass(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update tiles and quantize them by the kernel; nothing waits for the device."""
+    def _count_steps(
+        self, parameters: list[torch.Tensor], group: dict[str, Any]
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Count a step of each parameter; returns its row of `_hyperparameters`."""
+        if not parameters:
+            return {}
         steps = [self.state[parameter]["step"] for parameter in parameters]
         torch._foreach_add_(steps, 1)
-        hyperparameters = _hyperparameters(torch.stack(steps), group, self.clip_factor)
-        for parameter, its_own in zip(parameters, hyperparameters.unbind(), strict=True):
-            main = main_of(parameter)
-            assert main is not None and parameter.grad is not None
-            exp_avg, exp_avg_sq = (local_tensor(self.state[parameter][name]) for name in MOMENTS)
-            main.payload.update_and_write(
-                local_tensor(parameter.detach()),
-                local_tensor(parameter.grad).contiguous(),
-                exp_avg,
-                exp_avg_sq,
-                its_own,
+        rows = _hyperparameters(torch.stack(steps), group, self.clip_factor)
+        return dict(zip(parameters, rows.unbind(), strict=True))
+
+    def _update_in_one_pass(
+        self,
+        parameters: list[torch.Tensor],
+        hyperparameters: dict[torch.Tensor, torch.Tensor],
+        group: dict[str, Any],
+    ) -> None:
+        """Update tiles of a bucket and quantize them by the kernel: in one launch, where every
+        main parameter has a gradient. Nothing waits for the device."""
+        mains = [_known_main_of(parameter) for parameter in parameters]
+        units = [local_tensor(parameter) for parameter in parameters]
+        gradients = [_local_gradient(parameter).contiguous() for parameter in parameters]
+        exp_avgs, exp_avg_sqs = (
+            [local_tensor(self.state[parameter][name]) for parameter in parameters]
+            for name in MOMENTS
+        )
+        rows = [
+            hyperparameters[parameter].expand(len(tiles), -1)
+            for parameter, tiles in zip(parameters, units, strict=True)
+        ]
+        for run in adjacent_runs([units, gradients, exp_avgs, exp_avg_sqs]):
+            first, last = mains[run][0].layout.local, mains[run][-1].layout.local
+            payload = mains[0].bucket.payload(slice(first.start, last.stop))
+            payload.update_and_write(
+                joined(units[run]),
+                joined(gradients[run]),
+                joined(exp_avgs[run]),
+                joined(exp_avg_sqs[run]),
+                torch.cat(rows[run]),
                 group["betas"],
                 group["eps"],
             )
+        for main in mains:
+            main.payload.is_fresh = True
 
     def _init_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -136,16 +167,54 @@ class BlockwiseAdamW(torch.optim.AdamW):
             device = local_tensor(parameter).device if group["fused"] else None
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in MOMENTS:
-                state[name] = torch.zeros_like(
-                    parameter, dtype=self._moment_dtype, requires_grad=False
-                )
+                state[name] = self._zero_moment(parameter, name)
+
+    def _zero_moment(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """A moment: of a main parameter, a view of a buffer as large as the bucket's shard, so that
+        one launch updates all of a bucket."""
+        main = main_of(parameter)
+        if main is None:
+            return torch.zeros_like(parameter, dtype=self._moment_dtype, requires_grad=False)
+        if (main.bucket, name) not in self._moments:
+            units = torch.zeros_like(main.bucket.main, dtype=self._moment_dtype)
+            self._moments[main.bucket, name] = units
+        return main.weights[0].mesh.main_tensor(main.local(self._moments[main.bucket, name]))
+
+    def _take_moment(self, parameter: torch.Tensor, name: str, loaded: torch.Tensor) -> Any:
+        """A loaded moment, in its place and dtype."""
+        moment = self._zero_moment(parameter, name)
+        local_tensor(moment).copy_(local_tensor(loaded))  # onto itself, if loaded in place
+        return moment
+
+
+def _split_by_bucket(parameters: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Parameters by bucket, in the order of their units there; others alone."""
+    buckets: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        main = main_of(parameter)
+        buckets.setdefault(parameter if main is None else main.bucket, []).append(parameter)
+    for in_bucket in buckets.values():
+        if len(in_bucket) > 1:
+            in_bucket.sort(key=lambda parameter: _known_main_of(parameter).layout.local_start)
+    return buckets.values()
+
+
+def _known_main_of(parameter: torch.Tensor) -> MainParameter:
+    main = main_of(parameter)
+    assert main is not None
+    return main
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return local_tensor(parameter.grad)
 
 
 def _takes_one_pass(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
     """Whether the kernel that updates and quantizes takes a parameter: FP8 tiles on a GPU."""
     main = main_of(parameter)
     is_tiled = main is not None and main.bucket.is_fp8
-    return is_tiled and bool(group["fused"]) and local_tensor(parameter).is_cuda
+    return is_tiled and bool(group["fused"]) and parameter.is_cuda
 
 
 def _hyperparameters(

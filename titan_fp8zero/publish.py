@@ -1,12 +1,13 @@
 """Publishing: which all-gathers run when, and who waits for them.
 
-A step starts the all-gathers of the first buckets in forward order. Forward waits for a bucket
-before the first block that reads it, unfolds it, and starts the next one: communication hides
-behind the blocks before, and only a few gathered payloads exist at a time.
+A step starts the all-gathers of the first buckets in forward order, as soon as the optimizer has
+updated them. Forward waits for a bucket before the first block that reads it, unfolds it, and
+starts the next one: communication hides behind the rest of the update and the blocks before, and
+only a few gathered payloads exist at a time.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -15,9 +16,9 @@ from torch._dynamo import OptimizedModule
 from titan_fp8zero.bucket import Bucket
 from titan_fp8zero.compute_weight import FP8Weight
 from titan_fp8zero.kernels.unfold import Destinations, make_destinations, unfold_tiles
-from titan_fp8zero.main_parameter import MainParameter, Weight
+from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor
 
-IN_FLIGHT = 2
+IN_FLIGHT = 4
 """All-gathers under way at a time."""
 
 
@@ -40,19 +41,23 @@ class Publisher:
         self._to_start: list[Bucket] = []
         self._in_flight: list[Bucket] = []
         self._destinations = {
-            bucket: _destinations_of(mains) for bucket, mains in mains_of.items() if bucket.is_fp8
+            bucket: _destinations_of(mains) if bucket.is_fp8 else _pieces_of(mains)
+            for bucket, mains in mains_of.items()
         }
         if overlap:
             self._wait_before_readers(model)
 
-    def publish(self, buckets: Iterable[Bucket]) -> None:
+    def publish_written(self, buckets: Sequence[Bucket]) -> None:
+        """Start the first all-gathers of a `publish` to come, of payloads written already."""
+        for bucket in buckets[len(self._in_flight) : IN_FLIGHT]:
+            if not all(main.payload.is_fresh for main in self._mains_of[bucket]):
+                return
+            self._enqueue(bucket)
+
+    def publish(self, buckets: Sequence[Bucket]) -> None:
         """Quantize or cast what the optimizer has not yet, and start the all-gathers."""
-        self.wait()
-        for bucket in buckets:
-            for main in self._mains_of[bucket]:
-                main.refresh_payload()
-            self._to_start.append(bucket)
-            self._start_next()
+        for bucket in buckets[len(self._in_flight) :]:
+            self._enqueue(bucket)
         if not self._overlap:
             self.wait()
 
@@ -67,6 +72,12 @@ class Publisher:
                 while bucket in self._in_flight or bucket in self._to_start:
                     self._finish_next()
 
+    def _enqueue(self, bucket: Bucket) -> None:
+        for main in self._mains_of[bucket]:
+            main.refresh_payload()
+        self._to_start.append(bucket)
+        self._start_next()
+
     def _start_next(self) -> None:
         if self._to_start and len(self._in_flight) < IN_FLIGHT:
             bucket = self._to_start.pop(0)
@@ -78,12 +89,11 @@ class Publisher:
         bucket = self._in_flight.pop(0)
         gathered = bucket.finish_publish()
         self._start_next()
-        if bucket.is_fp8:
-            unfold_tiles(*gathered, *self._destinations[bucket])
-            return
-        for main in self._mains_of[bucket]:
-            for weight in main.weights:
-                weight.write_compute(gathered.values(main.layout, weight.member))
+        destinations = self._destinations[bucket]
+        if isinstance(destinations, Pieces):
+            destinations.take(gathered.codes_or_values)
+        else:
+            unfold_tiles(*gathered, *destinations)
 
     def _wait_before_readers(self, model: nn.Module) -> None:
         readers: dict[nn.Module, dict[Bucket, None]] = {}
@@ -106,6 +116,42 @@ class Publisher:
             self._wait_for(buckets)
 
         return wait
+
+
+class Pieces(NamedTuple):
+    """Where the values of a high-precision bucket go: compute weights, which keep their
+    addresses."""
+
+    sizes: list[int]
+    """Of the pieces into which the values of all ranks, end to end, are cut."""
+    indices: list[int]
+    """Pieces that are no padding."""
+    targets: list[torch.Tensor]
+
+    def take(self, values: torch.Tensor) -> None:
+        """Copy the pieces of values `[ranks, units_per_rank]` to their places, in one launch."""
+        pieces = values.view(-1).split(self.sizes)
+        torch._foreach_copy_(self.targets, [pieces[index] for index in self.indices])
+
+
+def _pieces_of(mains: list[MainParameter]) -> Pieces:
+    layout = mains[0].bucket.layout
+    targets: dict[int, torch.Tensor] = {}
+    for weight in (weight for main in mains for weight in main.weights):
+        assert isinstance(weight.compute, torch.Tensor)
+        values = local_tensor(weight.compute.detach()).view(-1)
+        for run in weight.main.layout.runs(weight.member):
+            first = run.rank * layout.units_per_rank + run.local_start
+            targets[first] = values[run.start : run.start + run.units]
+    sizes, indices, end = [], [], 0
+    for first in sorted(targets):
+        if first > end:
+            sizes.append(first - end)
+        indices.append(len(sizes))
+        sizes.append(len(targets[first]))
+        end = first + len(targets[first])
+    sizes.append(layout.num_ranks * layout.units_per_rank - end)
+    return Pieces(sizes, indices, [targets[first] for first in sorted(targets)])
 
 
 def _destinations_of(mains: list[MainParameter]) -> Destinations:

@@ -122,13 +122,13 @@ class GradientReducer:
     def _assign_gradients(self, bucket: Bucket, reduced: ReducedGradient) -> set[Weight]:
         """Give main parameters their gradients; returns the weights that any rank used."""
         used_in_bucket: set[Weight] = set()
+        units = reduced.units.to(bucket.main.dtype)
         for main in self._mains_of[bucket]:
             used = {weight for weight in main.weights if self._is_used(weight, reduced)}
             if not used:
                 continue
             used_in_bucket |= used
-            local = main.local(reduced.units).to(main.parameter.dtype)
-            gradient = main.weights[0].mesh.main_tensor(local)
+            gradient = main.weights[0].mesh.main_tensor(main.local(units))
             if main.parameter.grad is None:
                 main.parameter.grad = gradient
             else:

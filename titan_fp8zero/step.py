@@ -38,6 +38,11 @@ class StepState:
                     if tensor.shape == main.parameter.shape:
                         self._keep_runs(main, weight, local_tensor(tensor.detach()))
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether some of what the optimizer writes will be undone."""
+        return bool(self._kept)
+
     def _keep_runs(self, main: MainParameter, weight: Weight, local: torch.Tensor) -> None:
         for run in main.owned_runs(weight):
             start = run.local_start - main.layout.local_start

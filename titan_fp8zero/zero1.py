@@ -83,6 +83,9 @@ class Zero1:
             on_reduced=self._take_gradients,
         )
         self._publisher = Publisher(model, self._mains_of, overlap=overlap)
+        self._trainable_buckets = [
+            bucket for bucket, mains in self._mains_of.items() if mains[0].parameter.requires_grad
+        ]
         use_weight_views(weights)
         self.publish_all()
         model.register_load_state_dict_post_hook(lambda module, keys: self.publish_all())
@@ -322,17 +325,20 @@ class Zero1:
             return
         if self._step.restore_unused_weights():
             self._mark_payloads_stale()
-        self._publisher.publish(
-            bucket for bucket, mains in self._mains_of.items() if mains[0].parameter.requires_grad
-        )
+        self._publisher.publish(self._trainable_buckets)
 
     # Publish.
+
+    def publish_written(self) -> None:
+        """Start publishing what an optimizer has written within its step, in forward order."""
+        if not self._step.keeps_weights:
+            self._publisher.publish_written(self._trainable_buckets)
 
     def publish_all(self) -> None:
         """Quantize and publish every main parameter, after a change from outside (a load, say)."""
         self._publisher.wait()
         self._mark_payloads_stale()
-        self._publisher.publish(self._mains_of)
+        self._publisher.publish(list(self._mains_of))
 
     def wait_for_publish(self) -> None:
         """Wait until every compute weight is fresh, before they are read outside of a forward."""

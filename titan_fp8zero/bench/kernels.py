@@ -1,7 +1,7 @@
 """Every kernel, by its op, beside the copy bandwidth of the device and torch's fused AdamW."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +35,27 @@ class Sizes(NamedTuple):
     """Where launches and caches no longer matter, or on a CPU what takes moments."""
 
     weight: tuple[int, int]
-    """Whose tiles are updated, folded and unfolded."""
+    """Whose tiles are updated and folded."""
+    bucket: tuple[tuple[int, int], ...]
+    """Weights that are unfolded in one launch."""
     activations: tuple[tuple[torch.dtype, int, int], ...]
     """`[M, K]`, M a multiple of 128 for each of `EXPERTS`."""
 
 
-ON_GPU = Sizes((65_536, 8_192), ((BF16, 8_192, 4_096), (BF16, 8_192, 14_336), (FP32, 8_192, 4_096)))
-ON_CPU = Sizes((512, 1_024), ((BF16, 1024, 128), (BF16, 1024, 256), (FP32, 1024, 128)))
+LLAMA3_8B_LAYER = (
+    *((4_096, 4_096), (1_024, 4_096), (1_024, 4_096), (4_096, 4_096)),
+    *((14_336, 4_096), (4_096, 14_336), (14_336, 4_096)),
+)
+ON_GPU = Sizes(
+    weight=(65_536, 8_192),
+    bucket=LLAMA3_8B_LAYER * 2,
+    activations=((BF16, 8_192, 4_096), (BF16, 8_192, 14_336), (FP32, 8_192, 4_096)),
+)
+ON_CPU = Sizes(
+    weight=(512, 1_024),
+    bucket=((512, 512), (128, 512), (512, 512)),
+    activations=((BF16, 1024, 128), (BF16, 1024, 256), (FP32, 1024, 128)),
+)
 
 
 def bench_kernels(out: Path) -> None:
@@ -52,11 +66,16 @@ def bench_kernels(out: Path) -> None:
     rows = [
         *_update(sizes.weight, device),
         *_fold(sizes.weight, device),
-        *_unfold(sizes.weight, device),
+        *_unfold(sizes.bucket, device),
         *(row for size in sizes.activations for row in _activations(*size, device)),
     ]
     weight = "{:,} x {:,}".format(*sizes.weight)
-    report = Report(f"Kernels; tiles are those of a weight of {weight}", machine, rows)
+    report = Report(
+        f"Kernels; tiles are those of a weight of {weight}, unfolded: of a bucket of "
+        f"{len(sizes.bucket)} weights",
+        machine,
+        rows,
+    )
     report.print()
     report.write(out, "kernels")
 
@@ -69,7 +88,7 @@ def _update(weight: tuple[int, int], device: torch.device) -> Iterator[Row]:
     main = torch.randn(tiles, BLOCK, BLOCK, device=device)
     exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
     quantized = torch.empty_like(main, dtype=gemm.E4M3), torch.empty(tiles, device=device)
-    hyperparameters = torch.tensor([1 - 1e-5, 1e-4, 1.0, 1.0], device=device)
+    hyperparameters = torch.tensor([1 - 1e-5, 1e-4, 1.0, 1.0], device=device).repeat(tiles, 1)
     written = gbytes(main, exp_avg, exp_avg_sq, *quantized)
     for dtype in (FP32, BF16):
         gradient = torch.randn_like(main, dtype=dtype)
@@ -98,17 +117,22 @@ def _fold(weight: tuple[int, int], device: torch.device) -> Iterator[Row]:
         )
 
 
-def _unfold(weight: tuple[int, int], device: torch.device) -> Iterator[Row]:
-    tiles = num_tiles(weight)
-    gathered = _codes(1, tiles, BLOCK, BLOCK, device=device), torch.ones(1, tiles, device=device)
-    codes, transposed = _codes(*weight, device=device), _codes(*weight[::-1], device=device)
-    scale_inv = torch.empty(scale_shape(weight), device=device)
-    for name, copies in (("row-major", []), ("row-major and transposed", [transposed])):
-        destinations = make_destinations([torch.arange(tiles)], [codes], [scale_inv], copies)
+def _unfold(weights: Sequence[tuple[int, int]], device: torch.device) -> Iterator[Row]:
+    tiles = [num_tiles(weight) for weight in weights]
+    gathered = (
+        _codes(1, sum(tiles), BLOCK, BLOCK, device=device),
+        torch.ones(1, sum(tiles), device=device),
+    )
+    codes = [_codes(*weight, device=device) for weight in weights]
+    transposed = [_codes(*weight[::-1], device=device) for weight in weights]
+    scale_inv = [torch.ones(scale_shape(weight), device=device) for weight in weights]
+    units = torch.arange(sum(tiles)).split(tiles)
+    for name, copies in (("row-major", []), ("row-major and transposed", transposed)):
+        destinations = make_destinations(units, codes, scale_inv, copies)
         yield Row(
             f"unfold, {name}",
             median_ms(functools.partial(unfold_tiles, *gathered, *destinations), device),
-            gbytes=gbytes(*gathered, codes, scale_inv, *copies),
+            gbytes=gbytes(*gathered, *codes, *scale_inv, *copies),
         )
 
 

@@ -1,4 +1,4 @@
-"""AdamW and quantization of a main parameter's local tiles in one pass over memory."""
+"""AdamW and quantization of main parameters' local tiles in one pass over memory."""
 
 import torch
 import triton
@@ -34,6 +34,7 @@ def _update_tiles(
 ):
     tile = tl.program_id(0)
     offsets = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    hyperparameters += tile * 4
     decay = tl.load(hyperparameters)
     step_size = tl.load(hyperparameters + 1)
     correction = tl.load(hyperparameters + 2)
@@ -67,6 +68,11 @@ def launch_update_tiles(
     round_main_to_bf16: bool,
 ) -> None:
     """`update_tiles` by the kernel: a tile a program, each a flat range of memory."""
+    if hyperparameters.shape != (len(main), 4) or not hyperparameters.is_contiguous():
+        raise ValueError(
+            f"hyperparameters must be contiguous [{len(main)}, 4], a row a tile, got shape "
+            f"{tuple(hyperparameters.shape)} and strides {hyperparameters.stride()}"
+        )
     check_tiles(main=main, gradient=gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, codes=codes)
     _update_tiles[(len(main),)](
         main,
