@@ -70,7 +70,8 @@ def launches() -> list[tuple[str, Any, tuple[Any, ...]]]:
     x = torch.zeros(256, 512, dtype=bf16)
     update = (tiles, tiles.to(bf16), tiles.clone(), tiles.clone(), *payload, torch.ones(4, 4))
     return [
-        ("fold", launch_fold_add, (torch.zeros(2, 4, 128, 128), x, 0)),
+        ("fold-accumulate", launch_fold_add, (torch.zeros(2, 4, 128, 128), x, 0)),
+        ("fold", launch_fold_add, (torch.zeros(2, 4, 128, 128), x, 0, True)),
         ("quantize", launch_quantize_tiles, (tiles, *payload, "ue8m0", True)),
         ("update", launch_update_tiles, (*update, 0.9, 0.95, 1e-8, "fp32", False)),
         ("unfold", launch_unfold_tiles, (*gathered, *make_destinations(*written))),

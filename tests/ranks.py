@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -57,14 +58,9 @@ def run_ranks(
 ) -> list[Any]:
     """Return values of a module's top-level function, by rank, in a gloo process group.
 
-    Raises RanksFailed with the ranks' tracebacks. Where a rank dies of a signal, all of them run
-    once more: on a loaded machine a rank's heap is rarely found corrupt inside of torch, in no
-    place twice, which Python code cannot cause. What it does wrong fails again.
+    Raises RanksFailed with the ranks' tracebacks.
     """
     outcomes = rank_outcomes(function, num_ranks, *args, timeout=timeout)
-    if any(outcome.signal for outcome in outcomes):
-        warnings.warn(f"a rank died and is run again: {outcomes}", stacklevel=2)
-        outcomes = rank_outcomes(function, num_ranks, *args, timeout=timeout)
     failed = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failed:
         raise RanksFailed("\n".join(failed))
@@ -74,7 +70,22 @@ def run_ranks(
 def rank_outcomes(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = TIMEOUT
 ) -> list[Outcome]:
-    """As `run_ranks`, for functions that are meant to fail: raises nothing, leaves no process."""
+    """As `run_ranks`, for functions that are meant to fail: raises nothing, leaves no process.
+
+    Where a rank crashes, all of them run once more: on a loaded machine a rank's heap is rarely
+    found corrupt inside of torch, in no place twice, which Python code cannot cause. What Python
+    code does wrong fails again.
+    """
+    outcomes = _outcomes_of_one_run(function, num_ranks, args, timeout)
+    if any(outcome.signal not in (0, signal.SIGKILL) for outcome in outcomes):
+        warnings.warn(f"a rank crashed, they run again: {outcomes}", stacklevel=2)
+        outcomes = _outcomes_of_one_run(function, num_ranks, args, timeout)
+    return outcomes
+
+
+def _outcomes_of_one_run(
+    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout: float
+) -> list[Outcome]:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, connections = [], []

@@ -122,6 +122,7 @@ def test_each_kernel_is_held_against_the_bytes_it_must_move(tmp_path, monkeypatc
         "fold-accumulate, bf16 into bf16": 6 * weight,
         "fold-accumulate, bf16 into fp32": 10 * weight,
         "fold-accumulate, fp32 into fp32": 12 * weight,
+        "fold, bf16 into fp32": 6 * weight,
         "unfold, row-major": 2 * (bucket + bucket_scales),
         "unfold, row-major and transposed": 3 * bucket + 2 * bucket_scales,
         "quantize rows, bf16 1024 x 256": 3 * x + 4 * x // 128,

@@ -111,24 +111,29 @@ def assert_same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, 
 @shapes
 @pytest.mark.parametrize("gradient_dtype", DTYPES)
 @pytest.mark.parametrize("tiles_dtype", DTYPES)
-def test_fold_add_equals_its_definition(shape, tiles_dtype, gradient_dtype, device):
-    """Over ranks that lie apart, from a unit in the middle of a rank."""
+@pytest.mark.parametrize("is_first", [False, True])
+def test_fold_add_equals_its_definition(shape, is_first, tiles_dtype, gradient_dtype, device):
+    """Over ranks that lie apart, from a unit in the middle of a rank; onto NaNs the first time."""
     gradient = data(shape, "normal").to(gradient_dtype).to(device)
+    gradient.view(-1)[0] = -0.0
     units_per_rank = num_tiles(shape) // 3 + 1
     start = units_per_rank - 1
     row = torch.randn(5, (units_per_rank + 1) * blocks.TILE_NUMEL + 16).to(tiles_dtype)
+    row = row * torch.nan if is_first else row
     rows = [row.clone().to(device) for _ in range(2)]
     launched, expected = (
         r[:, blocks.TILE_NUMEL : -16].view(5, units_per_rank, BLOCK, BLOCK) for r in rows
     )
-    launch_fold_add(launched, gradient, start)
-    blocks.fold_add(expected, gradient, start)
+    launch_fold_add(launched, gradient, start, is_first)
+    blocks.fold_add(expected, gradient, start, is_first)
     assert_same_values(*rows)
     mine = slice(start, start + num_tiles(shape))
     before, after = (
         r.cpu()[:, blocks.TILE_NUMEL : -16].reshape(-1, BLOCK, BLOCK)[mine] for r in (row, rows[0])
     )
-    assert torch.equal(after, (before.float() + fold(gradient.cpu().float())).to(tiles_dtype))
+    before = torch.zeros_like(before) if is_first else before
+    total = (before.float() + fold(gradient.cpu().float())).to(tiles_dtype)
+    assert_same_values(after, total)
 
 
 @pytest.mark.parametrize("shape", [(130, 200), (2, 130, 200)])

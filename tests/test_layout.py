@@ -100,6 +100,12 @@ def test_every_unit_is_owned_exactly_once(weights, options):
                     slots |= mine
         assert all(local < bucket.units_per_rank for _, local in slots)
         assert len(slots) == bucket.real_units
+        padding = [run for main in bucket.mains for run in main.padding_runs()]
+        slots |= {
+            (run.rank, run.local_start + unit) for run in padding for unit in range(run.units)
+        }
+        assert sum(run.units for run in padding) == bucket.padding_units
+        assert len(slots) == bucket.num_ranks * bucket.units_per_rank
 
 
 @fast

@@ -49,7 +49,7 @@ from titan_fp8zero import (
 from titan_fp8zero.blocks import SMALLEST_NORMAL, num_tiles
 from titan_fp8zero.layout import ELEMENT_ALIGNMENT
 from titan_fp8zero.main_parameter import local_tensor, main_of
-from titan_fp8zero.ring import RING_BUFFERS
+from titan_fp8zero.ring import RING_BUFFERS, GradientRing
 
 pytestmark = pytest.mark.multirank
 
@@ -94,6 +94,9 @@ def layouts_of(optimizer: str) -> list[str]:
 
 def train_all_layouts() -> dict[tuple[str, str], Snapshot]:
     mesh = world_mesh()
+    take = GradientRing.take
+    # What a buffer holds before the first gradient must not matter.
+    GradientRing.take = lambda *args: take(*args).fill_(torch.nan)  # type: ignore[method-assign]
     trained = {}
     for optimizer in OPTIMIZERS:
         for layout in layouts_of(optimizer):

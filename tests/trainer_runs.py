@@ -81,7 +81,7 @@ def buckets_of_ranks(trainer: Any) -> list[list[dict[str, Any]]]:
 
 
 def describe(bucket: Any) -> dict[str, Any]:
-    gradient = bucket._zero_gradient()
+    gradient = bucket._empty_gradient()
     bucket._ring.give_back(bucket, gradient)
     return {
         "num_ranks": bucket.layout.num_ranks,

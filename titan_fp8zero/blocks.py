@@ -82,18 +82,24 @@ def unfold(tiles: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return padded[:, :rows, :cols].reshape(shape).contiguous()
 
 
-def fold_add(rank_tiles: torch.Tensor, gradient: torch.Tensor, start: int) -> None:
+def fold_add(
+    rank_tiles: torch.Tensor, gradient: torch.Tensor, start: int, is_first: bool = False
+) -> None:
     """Fold a gradient `[R, C]` or `[E, R, C]` and add it, in place, to tiles shared out over ranks.
 
     `rank_tiles` `[ranks, units_per_rank, 128, 128]` holds units rank by rank; the gradient's first
-    tile is unit `start`. Adds in fp32 and rounds once to the dtype of `rank_tiles`.
+    tile is unit `start`. Adds in fp32 and rounds once to the dtype of `rank_tiles`. What tiles hold
+    before the first gradient counts as zeros.
     """
     tiles, units_per_rank = fold(gradient), rank_tiles.shape[1]
     first = 0
     while first < len(tiles):
         rank, unit = divmod(start + first, units_per_rank)
         count = min(units_per_rank - unit, len(tiles) - first)
-        rank_tiles[rank, unit : unit + count].add_(tiles[first : first + count])
+        target = rank_tiles[rank, unit : unit + count]
+        if is_first:
+            target.zero_()
+        target.add_(tiles[first : first + count])
         first += count
 
 

@@ -8,19 +8,20 @@ rank's row and one collective serves the whole bucket:
     payload   [1, codes | scales | padding] bytes, or [1, values]         BlockShard -> Replicate
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from titan_fp8zero.blocks import BLOCK, TILE_NUMEL, ScaleFormat
 from titan_fp8zero.kernels.fold import fold_add
 from titan_fp8zero.kernels.quantize import quantize_tiles
 from titan_fp8zero.kernels.update import update_tiles
-from titan_fp8zero.layout import BucketLayout, MainLayout, Member
+from titan_fp8zero.layout import BucketLayout, MainLayout, Member, Run
 from titan_fp8zero.lost_ranks import lost_ranks
 from titan_fp8zero.operands import round_up
 from titan_fp8zero.placement import BlockShard
@@ -169,10 +170,13 @@ class Bucket:
         self._flag_of = {m.weight.fqn: index for index, m in enumerate(layout.members)}
         self.main = torch.zeros(self._units, *self._unit, device=device)
         self._gradient: torch.Tensor | None = None
+        self._folded: set[int] = set()
+        self._padding = [run for main in layout.mains for run in main.padding_runs()]
         self._reduction: torch.Tensor | None = None
         self._reducing: torch.Tensor | None = None
         self._is_scattered = False
         self._payload = self._empty_payload()
+        self._sharded_payload = self._over_ranks(self._payload, BlockShard())
         self._gathering: torch.Tensor | None = None
 
     # Gradient: fold-accumulate, then one reduce-scatter.
@@ -180,26 +184,35 @@ class Bucket:
     def accumulate(self, main: MainLayout, member: Member, gradient: torch.Tensor) -> None:
         """Add a weight's gradient, of the weight's shape, and mark the weight as used."""
         if self._gradient is None:
-            self._gradient = self._zero_gradient()
-        rows = self._gradient_units(self._gradient)
+            self._gradient = self._empty_gradient()
+        index = self._flag_of[member.weight.fqn]
+        is_first = index not in self._folded
         if self.is_fp8:
-            fold_add(rows[:, main.local], gradient, member.start)
+            rows = self._gradient_units(self._gradient)
+            fold_add(rows[:, main.local], gradient, member.start, is_first)
         else:
             elements = gradient.reshape(-1)
             for run in main.runs(member):
-                units = rows[run.rank, run.local_start : run.local_start + run.units]
-                units.add_(elements[run.start : run.start + run.units])
-        self._flags(self._gradient)[:, self._flag_of[member.weight.fqn]] = 1
+                units = self._run_of(self._gradient, run)
+                before = 0.0 if is_first else units
+                torch.add(elements[run.start : run.start + run.units], before, out=units)
+        self._folded.add(index)
+        self._flags(self._gradient)[:, index] = 1
 
     def start_reduce(self) -> None:
         """Start the reduce-scatter of what was accumulated; zeros where nothing was."""
-        gradient = self._zero_gradient() if self._gradient is None else self._gradient
+        gradient = self._empty_gradient() if self._gradient is None else self._gradient
+        for main in self.layout.mains:
+            for member in main.members:
+                if self._flag_of[member.weight.fqn] not in self._folded:
+                    self._zero(gradient, main.runs(member))
         self._gradient = None
+        self._folded.clear()
         wire = gradient.to(self.precision.reduce)
-        if self.mesh.shard is None or self.mesh.num_ranks == 1:
+        partial = self._over_ranks(wire, Partial("sum"))
+        if partial is None:
             self._reduction = wire  # the buffer itself, which is not lent again
             return
-        partial = DTensor.from_local(wire, self.mesh.shard, [Partial("sum")], run_check=False)
         reduced = partial.redistribute(placements=[BlockShard()], async_op=True)
         self._reduction = reduced.to_local()
         self._reducing = gradient
@@ -238,12 +251,25 @@ class Bucket:
         if self._gradient is not None:
             self._ring.give_back(self, self._gradient)
         self._gradient = None
+        self._folded.clear()
 
-    def _zero_gradient(self) -> torch.Tensor:
+    def _empty_gradient(self) -> torch.Tensor:
+        """A buffer in which no member has a gradient yet: its units hold anything."""
         flags = round_up(len(self._flag_of), ROW_ALIGNMENT)
         columns = self._units * self._unit_numel + flags
         shape = (self.mesh.num_ranks, columns)
-        return self._ring.take(shape, self.precision.accumulate, self.main.device)
+        gradient = self._ring.take(shape, self.precision.accumulate, self.main.device)
+        self._flags(gradient).zero_()
+        self._zero(gradient, self._padding)
+        return gradient
+
+    def _zero(self, gradient: torch.Tensor, runs: Iterable[Run]) -> None:
+        for run in runs:
+            self._run_of(gradient, run).zero_()
+
+    def _run_of(self, gradient: torch.Tensor, run: Run) -> torch.Tensor:
+        units = self._gradient_units(gradient)
+        return units[run.rank, run.local_start : run.local_start + run.units]
 
     def _gradient_units(self, gradient: torch.Tensor) -> torch.Tensor:
         units = gradient[:, : self._units * self._unit_numel]
@@ -262,13 +288,10 @@ class Bucket:
 
     def start_publish(self) -> None:
         """Start the all-gather of the payload."""
-        if self.mesh.shard is None or self.mesh.num_ranks == 1:
+        if self._sharded_payload is None:
             self._gathering = self._payload
             return
-        sharded = DTensor.from_local(
-            self._payload, self.mesh.shard, [BlockShard()], run_check=False
-        )
-        replicated = sharded.redistribute(placements=[Replicate()], async_op=True)
+        replicated = self._sharded_payload.redistribute(placements=[Replicate()], async_op=True)
         self._gathering = replicated.to_local()
 
     def finish_publish(self) -> Gathered:
@@ -293,6 +316,12 @@ class Bucket:
         codes = codes.view(len(payload), self._units, BLOCK, BLOCK)
         scale_inv = payload[:, code_bytes : code_bytes + self._units * SCALE_BYTES]
         return Gathered(codes, scale_inv.view(torch.float32))
+
+    def _over_ranks(self, local: torch.Tensor, placement: Placement) -> DTensor | None:
+        """A rank's part of a tensor of all ranks; None if there is but one."""
+        if self.mesh.shard is None or self.mesh.num_ranks == 1:
+            return None
+        return DTensor.from_local(local, self.mesh.shard, [placement], run_check=False)
 
     def _wait(self, tensor: torch.Tensor, collective: str) -> torch.Tensor:
         if not isinstance(tensor, AsyncCollectiveTensor):

@@ -28,24 +28,23 @@ from titan_fp8zero.operands import (
     expert_rows,
     whole_rows,
 )
+from titan_fp8zero.ops import define_op, fake_of
 
 E4M3 = torch.float8_e4m3fn
 
 # Every op here is opaque to torch.compile. Traced, Inductor's CPU loop splitting miscompiles the
 # scale expansion, `codes * scale.repeat_interleave(128, -1)[:, :K]`: with K no multiple of 128 the
 # last K % 128 columns are never computed. And only opaque do compiled runs equal eager to the bit.
-_opaque = functools.partial(torch.library.custom_op, mutates_args=())
-_opaque_on_cpu = functools.partial(_opaque, device_types="cpu")
 
 
-@_opaque("titan_fp8zero::quantize_weight")
+@define_op()
 def quantize_weight(weight: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     """`blocks.quantize_blockwise` as an op."""
     codes, scale_inv = blocks.quantize_blockwise(weight, cast(ScaleFormat, scale_format))
     return codes.contiguous(), scale_inv
 
 
-@quantize_weight.register_fake
+@fake_of(quantize_weight)
 def _(weight, scale_format):
     scale_shape = blocks.scale_shape(tuple(weight.shape))
     return weight.new_empty(weight.shape, dtype=E4M3), weight.new_empty(
@@ -53,22 +52,19 @@ def _(weight, scale_format):
     )
 
 
-@_opaque_on_cpu("titan_fp8zero::quantize_rows")
+@define_op(cuda=launch_quantize_rows)
 def quantize_rows(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     """`blocks.quantize_rows` as an op: `[M, K]` -> codes `[M, K]`, scale_inv `[M, ceil(K/128)]`."""
     codes, scale_inv = blocks.quantize_rows(x, cast(ScaleFormat, scale_format))
     return codes, empty_scale_inv(x, *x.shape).copy_(scale_inv)
 
 
-quantize_rows.register_kernel("cuda", launch_quantize_rows)
-
-
-@quantize_rows.register_fake
+@fake_of(quantize_rows)
 def _(x, scale_format):
     return x.new_empty(x.shape, dtype=E4M3), empty_scale_inv(x, *x.shape)
 
 
-@_opaque_on_cpu("titan_fp8zero::quantize_columns")
+@define_op(cuda=launch_quantize_columns)
 def quantize_columns(
     x: Tensor, scale_format: str, expert_ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -96,16 +92,13 @@ def quantize_columns(
     return codes, scale_inv
 
 
-quantize_columns.register_kernel("cuda", launch_quantize_columns)
-
-
-@quantize_columns.register_fake
+@fake_of(quantize_columns)
 def _(x, scale_format, expert_ends=None):
     rows, cols = x.shape
     return empty_column_codes(x, expert_ends is not None), empty_scale_inv(x, cols, rows)
 
 
-@_opaque_on_cpu("titan_fp8zero::quantize_rows_and_columns")
+@define_op(cuda=launch_quantize_rows_and_columns)
 def quantize_rows_and_columns(
     x: Tensor, scale_format: str, expert_ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,15 +106,12 @@ def quantize_rows_and_columns(
     return *quantize_rows(x, scale_format), *quantize_columns(x, scale_format, expert_ends)
 
 
-quantize_rows_and_columns.register_kernel("cuda", launch_quantize_rows_and_columns)
-
-
-@quantize_rows_and_columns.register_fake
+@fake_of(quantize_rows_and_columns)
 def _(x, scale_format, expert_ends=None):
     return *quantize_rows(x, scale_format), *quantize_columns(x, scale_format, expert_ends)
 
 
-@_opaque("titan_fp8zero::fp8_gemm_nt")
+@define_op()
 def fp8_gemm_nt(
     x_codes: Tensor,
     x_scale: Tensor,
@@ -149,12 +139,12 @@ def fp8_gemm_nt(
     return multiply.grouped_gemm_nt(x_codes, x_scale, w_codes, w_scale, expert_ends, out_dtype)
 
 
-@fp8_gemm_nt.register_fake
+@fake_of(fp8_gemm_nt)
 def _(x_codes, x_scale, w_codes, w_scale, out_dtype, backend, expert_ends=None):
     return x_codes.new_empty((x_codes.shape[0], w_codes.shape[-2]), dtype=out_dtype)
 
 
-@_opaque("titan_fp8zero::fp8_wgrad_nt")
+@define_op()
 def fp8_wgrad_nt(
     dy_codes: Tensor,
     dy_scale: Tensor,
@@ -175,13 +165,13 @@ def fp8_wgrad_nt(
     return multiply.grouped_wgrad_nt(*operands, expert_ends, out_dtype)
 
 
-@fp8_wgrad_nt.register_fake
+@fake_of(fp8_wgrad_nt)
 def _(dy_codes, dy_scale, x_codes, x_scale, out_dtype, backend, expert_ends=None):
     shape = _wgrad_shape(dy_scale.shape[0], x_scale.shape[0], expert_ends)
     return dy_codes.new_empty(shape, dtype=out_dtype)
 
 
-@_opaque("titan_fp8zero::bf16_wgrad_tn")
+@define_op()
 def bf16_wgrad_tn(
     dy: Tensor,
     x_codes: Tensor,
@@ -201,7 +191,7 @@ def bf16_wgrad_tn(
     return multiply.grouped_matmul_tn(dy, x, expert_ends, out_dtype)
 
 
-@bf16_wgrad_tn.register_fake
+@fake_of(bf16_wgrad_tn)
 def _(dy, x_codes, x_scale, out_dtype, backend, expert_ends=None):
     shape = _wgrad_shape(dy.shape[1], x_codes.shape[1], expert_ends)
     return dy.new_empty(shape, dtype=out_dtype)

@@ -46,13 +46,13 @@ class Member:
 
 
 class Run(NamedTuple):
-    """Consecutive units of one weight that one rank owns."""
+    """Consecutive units of one weight, or of padding, that one rank owns."""
 
     rank: int
     local_start: int
     """First unit, in the rank's shard of the bucket."""
     start: int
-    """First unit, in the weight."""
+    """First unit, in the weight or the padding."""
     units: int
 
 
@@ -77,11 +77,22 @@ class MainLayout:
 
     def runs(self, member: Member) -> Iterator[Run]:
         """The runs of a member, by rank."""
-        unit, end = member.start, member.start + member.weight.units
+        return self._runs(member.start, member.start + member.weight.units)
+
+    def padding_runs(self) -> Iterator[Run]:
+        """The runs of what belongs to no member."""
+        end = 0
+        for member in self.members:  # in the order of their units
+            yield from self._runs(end, member.start)
+            end = member.start + member.weight.units
+        yield from self._runs(end, self.units)
+
+    def _runs(self, start: int, end: int) -> Iterator[Run]:
+        unit = start
         while unit < end:
             rank, within_rank = divmod(unit, self.units_per_rank)
             units = min(self.units_per_rank - within_rank, end - unit)
-            yield Run(rank, self.local_start + within_rank, unit - member.start, units)
+            yield Run(rank, self.local_start + within_rank, unit - start, units)
             unit += units
 
 

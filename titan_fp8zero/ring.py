@@ -17,7 +17,7 @@ class Reduction(Protocol):
 
 
 class GradientRing:
-    """Lends zeroed gradient buffers.
+    """Lends gradient buffers, with anything in them.
 
     Where backward runs ahead of the network, a buffer is lent only after the oldest reduce-scatter
     has ended. Gradients that are accumulated and not yet reduced keep their buffers, whatever
@@ -31,11 +31,11 @@ class GradientRing:
     def take(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer of zeros."""
+        """A buffer of this shape."""
         while len(self._under_way) >= RING_BUFFERS - 1:
             self._under_way.popleft().wait_reduce()
         free = self._free.get((torch.Size(shape), dtype))
-        return free.pop().zero_() if free else torch.zeros(shape, dtype=dtype, device=device)
+        return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
     def reducing(self, reduction: Reduction) -> None:
         """Count a reduce-scatter that has started."""

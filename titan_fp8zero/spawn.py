@@ -50,6 +50,8 @@ def run_on_ranks(module: str, args: list[str], nproc: int, shown_ranks: set[int]
         RanksFailed: a rank failed; the others have been ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the same by its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # TorchTitan warns where the rank that knows the loss is not in here.
     os.environ["LOG_RANK"] = ",".join(map(str, sorted(shown_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

@@ -110,11 +110,12 @@ def _fold(weight: tuple[int, int], device: torch.device) -> Iterator[Row]:
     for source, target in ((BF16, BF16), (BF16, FP32), (FP32, FP32)):
         gradient = torch.randn(weight, dtype=source, device=device)
         tiles = torch.zeros(1, num_tiles(weight), BLOCK, BLOCK, dtype=target, device=device)
-        yield Row(
-            f"fold-accumulate, {NAMES[source]} into {NAMES[target]}",
-            median_ms(functools.partial(fold_add, tiles, gradient, 0), device),
-            gbytes=gbytes(gradient, tiles, tiles),
-        )
+        for name, is_first in (("fold-accumulate", False), ("fold", True)):
+            yield Row(
+                f"{name}, {NAMES[source]} into {NAMES[target]}",
+                median_ms(functools.partial(fold_add, tiles, gradient, 0, is_first), device),
+                gbytes=gbytes(gradient, *[tiles] * (2 - is_first)),
+            )
 
 
 def _unfold(weights: Sequence[tuple[int, int]], device: torch.device) -> Iterator[Row]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from titan_fp8zero import blocks
 from titan_fp8zero.blocks import BLOCK
+from titan_fp8zero.ops import define_op, fake_of
 
 _BLOCK = tl.constexpr(BLOCK)
 _NUM_WARPS = 8
@@ -51,15 +52,12 @@ def launch_dequantize_rows(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype)
     return x
 
 
-@torch.library.custom_op("titan_fp8zero::dequantize_rows", mutates_args=(), device_types="cpu")
+@define_op(cuda=launch_dequantize_rows)
 def dequantize_rows(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """`blocks.dequantize_rows` of contiguous codes `[M, K]` and scales as in `operands.py`."""
     return blocks.dequantize_rows(codes, scale_inv, dtype)
 
 
-dequantize_rows.register_kernel("cuda", launch_dequantize_rows)
-
-
-@dequantize_rows.register_fake
+@fake_of(dequantize_rows)
 def _(codes, scale_inv, dtype):
     return codes.new_empty(codes.shape, dtype=dtype)

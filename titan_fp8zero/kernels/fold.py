@@ -1,6 +1,5 @@
 """Fold-accumulate: a row-major gradient, added to the tiles of a main parameter's gradient."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -8,6 +7,7 @@ from torch import Tensor
 from titan_fp8zero import blocks
 from titan_fp8zero.blocks import BLOCK
 from titan_fp8zero.kernels.quantize import TILE
+from titan_fp8zero.ops import define_op, fake_of
 
 _BLOCK = tl.constexpr(BLOCK)
 _NUM_WARPS = 8
@@ -28,6 +28,7 @@ def _fold_add(
     row_stride,
     col_stride,
     HAS_EDGE: tl.constexpr,
+    IS_FIRST: tl.constexpr,
 ):
     tile = tl.program_id(0)
     expert = tile // (block_rows * block_cols)
@@ -49,11 +50,17 @@ def _fold_add(
     unit = start + tile
     row = (unit // units_per_rank).to(tl.int64) * rank_stride
     target = rank_tiles + row + (unit % units_per_rank).to(tl.int64) * TILE + (i * _BLOCK + j)
-    total = tl.load(target).to(tl.float32) + addend.to(tl.float32)
+    total = addend.to(tl.float32)
+    if IS_FIRST:
+        total += 0.0  # as if added to zeros: no -0
+    else:
+        total += tl.load(target).to(tl.float32)
     tl.store(target, total.to(rank_tiles.dtype.element_ty))
 
 
-def launch_fold_add(rank_tiles: Tensor, gradient: Tensor, start: int) -> None:
+def launch_fold_add(
+    rank_tiles: Tensor, gradient: Tensor, start: int, is_first: bool = False
+) -> None:
     """`fold_add` by the kernel: a tile a program."""
     _check_rank_tiles(rank_tiles)
     experts, block_rows, block_cols = blocks.block_grid(tuple(gradient.shape))
@@ -72,6 +79,7 @@ def launch_fold_add(rank_tiles: Tensor, gradient: Tensor, start: int) -> None:
         gradient.stride(-2),
         gradient.stride(-1),
         HAS_EDGE=rows % BLOCK != 0 or cols % BLOCK != 0,
+        IS_FIRST=is_first,
         num_warps=_NUM_WARPS,
     )
 
@@ -85,21 +93,17 @@ def _check_rank_tiles(rank_tiles: Tensor) -> None:
         )
 
 
-@torch.library.custom_op(
-    "titan_fp8zero::fold_add", mutates_args=("rank_tiles",), device_types="cpu"
-)
-def fold_add(rank_tiles: Tensor, gradient: Tensor, start: int) -> None:
+@define_op(cuda=launch_fold_add, mutates_args=("rank_tiles",))
+def fold_add(rank_tiles: Tensor, gradient: Tensor, start: int, is_first: bool = False) -> None:
     """Add a gradient `[R, C]` or `[E, R, C]`, of any strides, to tiles in place.
 
     `rank_tiles` `[ranks, units_per_rank, 128, 128]`, fp32 or bf16, holds a main parameter's units
-    rank by rank; the gradient's first tile is unit `start` of it. Adds in fp32, rounds once.
+    rank by rank; the gradient's first tile is unit `start` of it. Adds in fp32, rounds once. The
+    first gradient is written over what was there.
     """
-    blocks.fold_add(rank_tiles, gradient, start)
+    blocks.fold_add(rank_tiles, gradient, start, is_first)
 
 
-fold_add.register_kernel("cuda", launch_fold_add)
-
-
-@fold_add.register_fake
-def _(rank_tiles, gradient, start):
+@fake_of(fold_add)
+def _(rank_tiles, gradient, start, is_first=False):
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_fp8zero import blocks
 from titan_fp8zero.blocks import SCALE_FORMATS, TILE_NUMEL, ScaleFormat
+from titan_fp8zero.ops import define_op, fake_of
 
 TILE = tl.constexpr(TILE_NUMEL)
 NUM_WARPS = 16
@@ -114,9 +115,7 @@ def launch_quantize_tiles(
     )
 
 
-@torch.library.custom_op(
-    "titan_fp8zero::quantize_tiles", mutates_args=("codes", "scale_inv"), device_types="cpu"
-)
+@define_op(cuda=launch_quantize_tiles, mutates_args=("codes", "scale_inv"))
 def quantize_tiles(
     main: Tensor, codes: Tensor, scale_inv: Tensor, scale_format: str, round_main_to_bf16: bool
 ) -> None:
@@ -131,10 +130,7 @@ def quantize_tiles(
     scale_inv.copy_(new_scale_inv)
 
 
-quantize_tiles.register_kernel("cuda", launch_quantize_tiles)
-
-
-@quantize_tiles.register_fake
+@fake_of(quantize_tiles)
 def _(main, codes, scale_inv, scale_format, round_main_to_bf16):
     return None
 

@@ -13,6 +13,7 @@ from titan_fp8zero.blocks import BLOCK, block_grid
 from titan_fp8zero.kernels.quantize import TILE
 from titan_fp8zero.kernels.transpose import transposed_words
 from titan_fp8zero.operands import ALIGNMENT
+from titan_fp8zero.ops import define_op, fake_of
 
 _COLUMNS = tl.constexpr(5)
 _SIDE_BITS = tl.constexpr(23)
@@ -216,10 +217,8 @@ def _is_aligned(codes: Tensor) -> bool:
     return not any(n % ALIGNMENT for n in (codes.data_ptr(), *codes.shape[-2:]))
 
 
-@torch.library.custom_op(
-    "titan_fp8zero::unfold_tiles",
-    mutates_args=("weight_codes", "weight_scale_inv", "transposed"),
-    device_types="cpu",
+@define_op(
+    cuda=launch_unfold_tiles, mutates_args=("weight_codes", "weight_scale_inv", "transposed")
 )
 def unfold_tiles(
     codes: Tensor,
@@ -237,9 +236,6 @@ def unfold_tiles(
     blocks.unfold_tiles(codes, scale_inv, table[:, 0], weight_codes, weight_scale_inv, transposed)
 
 
-unfold_tiles.register_kernel("cuda", launch_unfold_tiles)
-
-
-@unfold_tiles.register_fake
+@fake_of(unfold_tiles)
 def _(codes, scale_inv, table, weight_codes, weight_scale_inv, transposed):
     return None

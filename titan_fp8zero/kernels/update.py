@@ -1,6 +1,5 @@
 """AdamW and quantization of main parameters' local tiles in one pass over memory."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +13,7 @@ from titan_fp8zero.kernels.quantize import (
     quantize_tiles,
     store_quantized,
 )
+from titan_fp8zero.ops import define_op, fake_of
 
 
 @triton.jit
@@ -92,10 +92,8 @@ def launch_update_tiles(
     )
 
 
-@torch.library.custom_op(
-    "titan_fp8zero::update_tiles",
-    mutates_args=("main", "exp_avg", "exp_avg_sq", "codes", "scale_inv"),
-    device_types="cpu",
+@define_op(
+    cuda=launch_update_tiles, mutates_args=("main", "exp_avg", "exp_avg_sq", "codes", "scale_inv")
 )
 def update_tiles(
     main: Tensor,
@@ -121,10 +119,7 @@ def update_tiles(
     quantize_tiles(main, codes, scale_inv, scale_format, round_main_to_bf16)
 
 
-update_tiles.register_kernel("cuda", launch_update_tiles)
-
-
-@update_tiles.register_fake
+@fake_of(update_tiles)
 def _(
     main,
     gradient,
