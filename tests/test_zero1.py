@@ -3,6 +3,7 @@
 import functools
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -809,6 +810,16 @@ def freeze_some() -> None:
     changed = differing(before, everything(model))
     assert not [name for name in changed if "odd" in name or "norm" in name]
     assert {name.split(".")[1] for name in changed} == {"plain", "tall", "small"}
+
+
+def test_a_deleted_model_leaves_no_buffers():
+    model = GivenGradients()
+    zero1, optimizer = shard(model, None, "blockwise_foreach", overlap=True)
+    step_exactly(model, optimizer, 0)
+    buffers = [weakref.ref(bucket.main) for bucket in zero1._mains_of]
+    del model, zero1, optimizer
+    gc.collect()
+    assert buffers and all(buffer() is None for buffer in buffers)
 
 
 def test_frozen_parameters_are_published_once_and_have_no_moments():

@@ -182,7 +182,7 @@ class Bucket:
     # Gradient: fold-accumulate, then one reduce-scatter.
 
     def accumulate(self, main: MainLayout, member: Member, gradient: torch.Tensor) -> None:
-        """Add a weight's gradient, of the weight's shape, and mark the weight as used."""
+        """Add a weight's gradient, of the weight's shape."""
         if self._gradient is None:
             self._gradient = self._empty_gradient()
         index = self._flag_of[member.weight.fqn]
@@ -197,15 +197,13 @@ class Bucket:
                 before = 0.0 if is_first else units
                 torch.add(elements[run.start : run.start + run.units], before, out=units)
         self._folded.add(index)
-        self._flags(self._gradient)[:, index] = 1
 
     def start_reduce(self) -> None:
         """Start the reduce-scatter of what was accumulated; zeros where nothing was."""
         gradient = self._empty_gradient() if self._gradient is None else self._gradient
-        for main in self.layout.mains:
-            for member in main.members:
-                if self._flag_of[member.weight.fqn] not in self._folded:
-                    self._zero(gradient, main.runs(member))
+        self._flags(gradient).fill_(1)
+        if len(self._folded) < len(self._flag_of):
+            self._zero_unused(gradient)
         self._gradient = None
         self._folded.clear()
         wire = gradient.to(self.precision.reduce)
@@ -259,9 +257,16 @@ class Bucket:
         columns = self._units * self._unit_numel + flags
         shape = (self.mesh.num_ranks, columns)
         gradient = self._ring.take(shape, self.precision.accumulate, self.main.device)
-        self._flags(gradient).zero_()
         self._zero(gradient, self._padding)
         return gradient
+
+    def _zero_unused(self, gradient: torch.Tensor) -> None:
+        for main in self.layout.mains:
+            for member in main.members:
+                index = self._flag_of[member.weight.fqn]
+                if index not in self._folded:
+                    self._flags(gradient)[:, index] = 0
+                    self._zero(gradient, main.runs(member))
 
     def _zero(self, gradient: torch.Tensor, runs: Iterable[Run]) -> None:
         for run in runs:

@@ -1,6 +1,7 @@
 """Reducing: gradients of a backward pass into buckets, and one reduce-scatter a bucket and step."""
 
 import functools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -39,9 +40,9 @@ class GradientReducer:
             if mains[0].parameter.requires_grad
         ]
         self._weights = [w for mains in mains_of.values() for main in mains for w in main.weights]
-        for weight in self._weights:
+        for index, weight in enumerate(self._weights):
             if weight.trainable:
-                on_gradient = functools.partial(self._on_gradient, weight)
+                on_gradient = functools.partial(_pass_on, weakref.ref(self), index)
                 weight.leaf.register_post_accumulate_grad_hook(on_gradient)
         self._reset()
 
@@ -60,7 +61,9 @@ class GradientReducer:
         self._used_locally: set[Weight] = set()
 
     @torch.no_grad()
-    def _on_gradient(self, weight: Weight, leaf: torch.Tensor) -> None:
+    def on_gradient(self, weight_index: int, leaf: torch.Tensor) -> None:
+        """Take the gradient that has arrived at a weight's leaf."""
+        weight = self._weights[weight_index]
         assert leaf.grad is not None
         gradient = weight.mesh.local_gradient(leaf.grad)
         leaf.grad = None
@@ -158,3 +161,10 @@ class GradientReducer:
             "backward passes: finish the step's micro-batches, or call optimizer.zero_grad() to "
             "drop them"
         )
+
+
+def _pass_on(reducer: weakref.ref[GradientReducer], weight_index: int, leaf: torch.Tensor) -> None:
+    # Hooks live in the tensor, where no garbage collection finds a cycle: they must own nothing.
+    found = reducer()
+    assert found is not None, "the model owns it"
+    found.on_gradient(weight_index, leaf)
