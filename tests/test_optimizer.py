@@ -1,6 +1,7 @@
 """`BlockwiseAdamW` against `torch.optim.AdamW`, to the bit: updates, state, clipping, schedules."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -141,6 +142,15 @@ def state_on_ranks() -> None:
             assert state[key].placements == parameter.placements
             assert state[key].to_local().shape == parameter.to_local().shape
             assert state[key].dtype == torch.float32
+    # Moments lie end to end in memory, and are copied and saved each on its own.
+    state_dict = optimizer.state_dict()
+    stored = io.BytesIO()
+    torch.save(state_dict, stored)
+    stored.seek(0)
+    for copied in (copy.deepcopy(state_dict), torch.load(stored, weights_only=False)):
+        for index, state in state_dict["state"].items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(copied["state"][index][key].to_local(), state[key].to_local())
 
 
 @pytest.mark.multirank
@@ -168,6 +178,37 @@ def test_state_dict_round_trip(first, second):
         resumed_optimizer.step()
         resumed_optimizer.zero_grad()
     assert_same(everything(resumed, resumed_optimizer), expected)
+
+
+def test_a_gradient_of_zeros_counts_as_in_torch():
+    """Of a weight that a backward did not use, where gradients are set to zero and not to None."""
+    model, _, optimizer = build(BlockwiseAdamW, lr=1e-2, weight_decay=0.1)
+    mine = dict(model.named_parameters())["weights.norm.weight"]
+    expected = mine.detach().clone().requires_grad_()
+    stock = torch.optim.AdamW([expected], lr=1e-2, weight_decay=0.1)
+    for step, names in enumerate([set(SHAPES), {"plain"}, set(SHAPES)]):
+        used = {name: shape for name, shape in SHAPES.items() if name in names}
+        model(exact_gradients(used, step, my_samples())).backward()
+        expected.grad = mine.grad.clone()
+        for built in (optimizer, stock):
+            built.step()
+            built.zero_grad(set_to_none=False)
+        assert torch.equal(mine, expected)
+
+
+def test_a_state_that_is_rolled_back_starts_from_zeros():
+    trained = []
+    for optimizer in (BlockwiseAdamW, torch.optim.AdamW):
+        model, _, built = build(optimizer, lr=1e-2)
+        before = copy.deepcopy(built.state_dict())
+        for step in range(3):
+            model(exact_gradients(SHAPES, step, my_samples())).backward()
+            built.step()
+            built.zero_grad()
+            if step == 1:
+                built.load_state_dict(before)
+        trained.append(everything(model, built))
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize(

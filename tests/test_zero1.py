@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_fp8zero import (
     BlockShard,
+    BlockwiseAdamW,
     BlockwiseFP8Linear,
     clip_grad_norm_,
     dequantize_blockwise,
@@ -1000,6 +1001,61 @@ def main_gradients(model: nn.Module) -> Snapshot:
 
 def test_a_rank_may_skip_a_layer():
     run_ranks(skip_layer, 2)
+
+
+def end_forward_early() -> None:
+    """Rank 0 uses the first half of ten weights, each a bucket: its forward waits for no other."""
+    shapes = {f"w{index}": (128, 128) for index in range(10)}
+    trained = []
+    for overlap in (False, True):
+        model = GivenGradients(shapes)
+        options = {"bucket_bytes": 1 << 16, "overlap": overlap}
+        _, optimizer = shard(model, world_mesh(), "blockwise_foreach", **options)
+        for step in range(3):
+            gradients = exact_gradients(shapes, step, my_samples())
+            used = list(gradients)[: 5 if dist.get_rank() == 0 else 10]
+            model({name: gradients[name] for name in used}).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(everything(model, optimizer))
+    assert_same(*trained)
+
+
+def test_a_forward_may_end_early_while_weights_are_published():
+    run_ranks(end_forward_early, 2, timeout=30.0)
+
+
+def fail_within_a_step() -> None:
+    """The update of one of two weights of a bucket raises; from the next step on the other one is
+    updated first."""
+    model = GivenGradients({"plain": (256, 384), "experts": (3, 128, 256)})
+    zero1 = shard_zero1(model, world_mesh(), compute_dtype=torch.float32)
+    plain, experts = zero1.main_parameters
+    groups = [{"params": [experts]}, {"params": [plain]}]
+    optimizer = BlockwiseAdamW(groups, lr=0.1, foreach=True)
+    groups = optimizer.param_groups
+    zero1.attach(optimizer)
+    for step in range(3):
+        model(exact_gradients(model.shapes, step, my_samples())).backward()
+        if step == 0:
+            betas, groups[1]["betas"] = groups[1]["betas"], None
+            with pytest.raises(TypeError):
+                optimizer.step()
+            groups[1]["betas"] = betas
+            groups.reverse()
+        else:
+            optimizer.step()
+            zero1.wait_for_publish()
+            for weight in (w for main in map(main_of, zero1.main_parameters) for w in main.weights):
+                whole = weight.gather(local_tensor(weight.parameter.detach()))
+                assert torch.equal(
+                    weight.compute.codes.float(), quantize_blockwise(whole)[0].float()
+                )
+        optimizer.zero_grad()
+
+
+def test_a_step_that_fails_leaves_no_stale_payload():
+    run_ranks(fail_within_a_step, 2)
 
 
 def skip_expert() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch.optim.adamw import adamw
 
 from titan_fp8zero.adjacent import adjacent_runs, joined
-from titan_fp8zero.bucket import Bucket
 from titan_fp8zero.main_parameter import MainParameter, local_tensor, main_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,7 +37,7 @@ class BlockwiseAdamW(torch.optim.AdamW):
                 f"moment_dtype must be torch.float32 or torch.bfloat16, got {moment_dtype}"
             )
         self._moment_dtype = moment_dtype
-        self._moments: dict[tuple[Bucket, str], torch.Tensor] = {}
+        self._homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         super().__init__(params, lr=lr, **kwargs)
         self.clip_factor: torch.Tensor | None = None
         """0-dim: what the next step multiplies gradients by."""
@@ -138,8 +137,7 @@ class BlockwiseAdamW(torch.optim.AdamW):
         units = [local_tensor(parameter) for parameter in parameters]
         gradients = [_local_gradient(parameter).contiguous() for parameter in parameters]
         exp_avgs, exp_avg_sqs = (
-            [local_tensor(self.state[parameter][name]) for parameter in parameters]
-            for name in MOMENTS
+            [self._local_moment(parameter, name) for parameter in parameters] for name in MOMENTS
         )
         rows = [
             hyperparameters[parameter].expand(len(tiles), -1)
@@ -170,20 +168,50 @@ class BlockwiseAdamW(torch.optim.AdamW):
                 state[name] = self._zero_moment(parameter, name)
 
     def _zero_moment(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """A moment: of a main parameter, a view of a buffer as large as the bucket's shard, so that
-        one launch updates all of a bucket."""
         main = main_of(parameter)
         if main is None:
             return torch.zeros_like(parameter, dtype=self._moment_dtype, requires_grad=False)
-        if (main.bucket, name) not in self._moments:
-            units = torch.zeros_like(main.bucket.main, dtype=self._moment_dtype)
-            self._moments[main.bucket, name] = units
-        return main.weights[0].mesh.main_tensor(main.local(self._moments[main.bucket, name]))
+        # A storage of its own: of views into another, DTensors cannot be copied or saved.
+        moment = torch.from_dlpack(self._home(parameter, name).zero_())
+        return main.weights[0].mesh.main_tensor(moment)
 
-    def _take_moment(self, parameter: torch.Tensor, name: str, loaded: torch.Tensor) -> Any:
-        """A loaded moment, in its place and dtype."""
+    def _home(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """Where a moment of a main parameter is kept: end to end with those of the bucket's others,
+        so that one launch updates them all."""
+        if (parameter, name) not in self._homes:
+            bucket = _known_main_of(parameter).bucket
+            mains = {p: main_of(p) for group in self.param_groups for p in group["params"]}
+            new = [
+                main
+                for p, main in mains.items()
+                if main is not None and main.bucket is bucket and (p, name) not in self._homes
+            ]
+            new.sort(key=lambda main: main.layout.local_start)
+            sizes = [main.layout.units_per_rank for main in new]
+            shape = (sum(sizes), *bucket.main.shape[1:])
+            units = torch.empty(shape, dtype=self._moment_dtype, device=bucket.main.device)
+            for main, home in zip(new, units.split(sizes), strict=True):
+                self._homes[main.parameter, name] = home
+        return self._homes[parameter, name]
+
+    def _local_moment(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """The local units of a moment: as part of what it lies in, if it is at home."""
+        local = local_tensor(self.state[parameter][name])
+        home = self._homes.get((parameter, name))
+        return home if home is not None and home.data_ptr() == local.data_ptr() else local
+
+    def _take_moment(
+        self, parameter: torch.Tensor, name: str, loaded: torch.Tensor
+    ) -> torch.Tensor:
+        """A loaded moment, at home and in its dtype."""
+        local = local_tensor(loaded)
+        if main_of(parameter) is None:
+            return loaded.to(self._moment_dtype)
+        if local.data_ptr() == self._home(parameter, name).data_ptr():
+            return loaded
+        copy = local.clone()  # it may lie where another moment's home is
         moment = self._zero_moment(parameter, name)
-        local_tensor(moment).copy_(local_tensor(loaded))  # onto itself, if loaded in place
+        local_tensor(moment).copy_(copy)
         return moment
 
 

@@ -166,5 +166,8 @@ class GradientReducer:
 def _pass_on(reducer: weakref.ref[GradientReducer], weight_index: int, leaf: torch.Tensor) -> None:
     # Hooks live in the tensor, where no garbage collection finds a cycle: they must own nothing.
     found = reducer()
-    assert found is not None, "the model owns it"
+    if found is None:
+        raise RuntimeError(
+            "backward of a model that was deleted: its gradients have no place to go"
+        )
     found.on_gradient(weight_index, leaf)

@@ -28,6 +28,8 @@ class StepState:
         for main in (main for main in map(main_of, parameters) if main is not None):
             if main.parameter.grad is None or not self.used:
                 continue
+            if len(main.weights) == 1:
+                continue
             main.updates += 1
             for weight in main.weights:
                 if weight in self.used:

@@ -205,6 +205,8 @@ class Zero1:
                 f"requires_grad of {', '.join(changed)} was changed after shard_zero1: freeze or "
                 "unfreeze parameters before"
             )
+        # All-gathers before reduce-scatters, also on a rank whose forward skipped the last blocks.
+        self._publisher.wait()
 
     def _take_gradients(self, used: set[Weight]) -> None:
         if self._step.stepped:
@@ -306,6 +308,7 @@ class Zero1:
         """Skip the step or let it go on; raises if gradients are not complete."""
         self._reducer.check_complete()
         self._publisher.wait()  # updates write the payloads
+        self._mark_payloads_stale()
         if optimizer in self._step.stepped:
             self._step = StepState()
         if not self._step.is_norm_agreed:
