@@ -24,6 +24,7 @@ import titan_fp8zero.optimizer as optimizer_module
 from titan_fp8zero import BlockwiseAdamW, quantize_blockwise, shard_zero1, unfold
 from titan_fp8zero.bucket import Bucket, Payload
 from titan_fp8zero.main_parameter import main_of
+from titan_fp8zero.publish import IN_FLIGHT
 
 SHAPES = {"plain": (256, 384), "odd": (130, 70), "experts": (3, 128, 130), "norm": (97,)}
 IMPLEMENTATIONS: list[dict[str, bool]] = [
@@ -415,6 +416,7 @@ def test_publishing_starts_as_soon_as_a_bucket_is_updated(monkeypatch):
             optimizer.zero_grad()
         return list(events)
 
+    monkeypatch.setitem(IN_FLIGHT, "cpu", 4)
     monkeypatch.setattr(Payload, "write", note_write)
     monkeypatch.setattr(Bucket, "start_publish", note_start)
     # Units: norm 97 and padding, a 6 tiles, b 2, c 6.

@@ -401,7 +401,7 @@ def test_collectives_of_a_step(optimizer):
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python can reach, each storage once."""
+    """Of all tensors that Python can reach, each address once: storages may share memory."""
     gc.collect()
     storages = {}
     with warnings.catch_warnings():
@@ -409,7 +409,8 @@ def live_bytes() -> int:
         for thing in gc.get_objects():
             if type(thing) in (torch.Tensor, nn.Parameter):
                 storage = thing.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                address = storage.data_ptr()
+                storages[address] = max(storage.nbytes(), storages.get(address, 0))
     return sum(storages.values())
 
 

@@ -18,8 +18,8 @@ from titan_fp8zero.compute_weight import FP8Weight
 from titan_fp8zero.kernels.unfold import Destinations, make_destinations, unfold_tiles
 from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor
 
-IN_FLIGHT = 4
-"""All-gathers under way at a time."""
+IN_FLIGHT = {"cuda": 4, "cpu": 1}
+"""All-gathers under way at a time, by device. Gloo's gain nothing from company."""
 
 
 class Publisher:
@@ -38,6 +38,7 @@ class Publisher:
     ) -> None:
         self._mains_of = mains_of
         self._overlap = overlap
+        self._in_flight_limit = IN_FLIGHT[next(iter(mains_of)).main.device.type]
         self._to_start: list[Bucket] = []
         self._in_flight: list[Bucket] = []
         self._destinations = {
@@ -49,7 +50,7 @@ class Publisher:
 
     def publish_written(self, buckets: Sequence[Bucket]) -> None:
         """Start the first all-gathers of a `publish` to come, of payloads written already."""
-        for bucket in buckets[len(self._in_flight) : IN_FLIGHT]:
+        for bucket in buckets[len(self._in_flight) : self._in_flight_limit]:
             if not all(main.payload.is_fresh for main in self._mains_of[bucket]):
                 return
             self._enqueue(bucket)
@@ -79,7 +80,7 @@ class Publisher:
         self._start_next()
 
     def _start_next(self) -> None:
-        if self._to_start and len(self._in_flight) < IN_FLIGHT:
+        if self._to_start and len(self._in_flight) < self._in_flight_limit:
             bucket = self._to_start.pop(0)
             bucket.start_publish()
             self._in_flight.append(bucket)
