@@ -105,7 +105,6 @@ class Payload:
     ) -> None:
         """`update_tiles` on local tiles of FP8 main parameters, which writes them too."""
         assert self._scale_inv is not None, "high-precision parameters have no tiles"
-        self.is_fresh = True
         update_tiles(
             main,
             gradient,

@@ -19,7 +19,8 @@ from titan_fp8zero.kernels.unfold import Destinations, make_destinations, unfold
 from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor
 
 IN_FLIGHT = {"cuda": 4, "cpu": 1}
-"""All-gathers under way at a time, by device. Gloo's gain nothing from company."""
+"""All-gathers under way at a time, by device. On CPUs, where ranks share the cores, more would hide
+nothing, and with four, ranks crashed in torch more often."""
 
 
 class Publisher:

@@ -26,9 +26,8 @@ class StepState:
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         for main in (main for main in map(main_of, parameters) if main is not None):
-            if main.parameter.grad is None or not self.used:
-                continue
-            if len(main.weights) == 1:
+            is_pooled = len(main.weights) > 1
+            if main.parameter.grad is None or not self.used or not is_pooled:
                 continue
             main.updates += 1
             for weight in main.weights:
