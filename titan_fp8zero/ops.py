@@ -2,7 +2,7 @@
 
 `torch.library.custom_op` would do, but for its Python layers around every call (checks of aliasing,
 autograd, dynamo): on the GPU machines we measured they cost as much time of the CPU as a kernel's
-launch and more, and a compiled block calls some forty ops.
+launch and more, and a compiled block calls dozens of ops.
 """
 
 import inspect
