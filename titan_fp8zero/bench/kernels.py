@@ -48,7 +48,7 @@ LLAMA3_8B_LAYER = (
 )
 ON_GPU = Sizes(
     weight=(65_536, 8_192),
-    bucket=LLAMA3_8B_LAYER * 2,
+    bucket=LLAMA3_8B_LAYER * 4,
     activations=((BF16, 8_192, 4_096), (BF16, 8_192, 14_336), (FP32, 8_192, 4_096)),
 )
 ON_CPU = Sizes(
