@@ -125,7 +125,8 @@ def test_copies_are_refused(copy_model):
             copy_model(module)
 
 
-def test_two_optimizers_in_turn_leave_an_unused_pooled_weight_alone():
+@pytest.mark.parametrize("steps_a_backward", [1, 2])
+def test_two_optimizers_in_turn_leave_an_unused_pooled_weight_alone(steps_a_backward):
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,10 +146,22 @@ def test_two_optimizers_in_turn_leave_an_unused_pooled_weight_alone():
         zero1.attach(optimizer)
     for _ in range(3):
         loss_of(model).backward()
+        for optimizer in optimizers * (steps_a_backward - 1):
+            optimizer.step()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(model.unused._compute_weights["weight"], before)
+
+
+def test_main_parameters_and_scales_are_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model, zero1, _ = sharded()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {main.dtype for main in zero1.main_parameters} == {torch.float32}
+    assert model[0]._compute_weights["weight"].scale_inv.dtype == torch.float32
 
 
 def test_an_ordinary_state_dict_loads_into_a_sharded_model():

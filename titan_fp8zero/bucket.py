@@ -167,7 +167,7 @@ class Bucket:
         self._unit_numel = TILE_NUMEL if layout.is_fp8 else 1
         self._units = layout.units_per_rank
         self._flag_of = {m.weight.fqn: index for index, m in enumerate(layout.members)}
-        self.main = torch.zeros(self._units, *self._unit, device=device)
+        self.main = torch.zeros(self._units, *self._unit, dtype=torch.float32, device=device)
         self._gradient: torch.Tensor | None = None
         self._folded: set[int] = set()
         self._padding = [run for main in layout.mains for run in main.padding_runs()]

@@ -215,7 +215,7 @@ def empty_compute_weight(
     carrier = gradient_carrier(weight.shape, precision.compute, device)
     return FP8Weight(
         codes=_empty_codes(weight.shape, device),
-        scale_inv=torch.ones(scale_shape(weight.shape), device=device),
+        scale_inv=torch.ones(scale_shape(weight.shape), dtype=torch.float32, device=device),
         carrier=carrier.requires_grad_(weight.trainable),
         transposed=_empty_codes(_transposed(weight.shape), device) if keep_transposed else None,
         placements=tuple(placement for _, placement in weight.mesh.model_parallel),

@@ -1,5 +1,7 @@
 """The state of one optimizer step: whether it is skipped, and which weights it must leave alone."""
 
+from collections.abc import Iterable
+
 import torch
 
 from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor, main_of
@@ -8,11 +10,11 @@ from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor, ma
 class StepState:
     """From the reduction of a step's gradients to the last optimizer's turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: Iterable[Weight] = ()) -> None:
         self.is_norm_agreed = False
         """Whether all ranks know the norm of the present gradients."""
         self.is_skipped = False
-        self.used: set[Weight] = set()
+        self.used = set(used)
         """Weights for which any rank had a gradient."""
         self.stepped: set[torch.optim.Optimizer] = set()
         """Optimizers that had their turn."""

@@ -309,8 +309,8 @@ class Zero1:
         self._reducer.check_complete()
         self._publisher.wait()  # updates write the payloads
         self._mark_payloads_stale()
-        if optimizer in self._step.stepped:
-            self._step = StepState()
+        if optimizer in self._step.stepped:  # again, on the same gradients
+            self._step = StepState(self._step.used)
         if not self._step.is_norm_agreed:
             self.agree_on_norm(total_norm(self.gradients))
         if not self._step.is_skipped:

@@ -6,6 +6,8 @@ weight gradients in bf16 are `torch._scaled_mm`'s, which writes them without a d
 and is no less accurate.
 """
 
+from collections.abc import Callable
+
 import deep_gemm
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from titan_fp8zero.blocks import BLOCK
 from titan_fp8zero.kernels.transpose import rows_of
 from titan_fp8zero.operands import ALIGNMENT, round_up, whole_rows
 
+_Operand = tuple[Tensor, Tensor]
+"""Codes and their scales."""
 _COLUMNS = 8
 """Products have a multiple of these."""
 _WGRAD_RECIPE = (1, 1, 128)
@@ -31,11 +35,7 @@ are odd in number (deepseek-ai/DeepGEMM#415)."""
 def _gemm_nt(
     x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    cols = len(w_codes)
-    x_codes, w_codes = _padded_rows(x_codes), _padded_weight(w_codes)
-    out = x_codes.new_empty((len(x_codes), len(w_codes)), dtype=torch.bfloat16)
-    deep_gemm.fp8_gemm_nt((x_codes, x_scale), (w_codes, w_scale), out)
-    return out[:, :cols].to(out_dtype).contiguous()
+    return _product(deep_gemm.fp8_gemm_nt, (x_codes, x_scale), (w_codes, w_scale), out_dtype)
 
 
 def _grouped_gemm_nt(
@@ -46,12 +46,25 @@ def _grouped_gemm_nt(
     expert_ends: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    cols = w_codes.shape[1]
-    x_codes, w_codes = _padded_rows(x_codes), _padded_weight(w_codes)
-    out = x_codes.new_empty((len(x_codes), w_codes.shape[1]), dtype=torch.bfloat16)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-        (x_codes, x_scale), (w_codes, w_scale), out, expert_ends, use_psum_layout=True
-    )
+    def multiply(x: _Operand, weight: _Operand, out: Tensor) -> None:
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            x, weight, out, expert_ends, use_psum_layout=True
+        )
+
+    return _product(multiply, (x_codes, x_scale), (w_codes, w_scale), out_dtype)
+
+
+def _product(
+    multiply: Callable[[_Operand, _Operand, Tensor], None],
+    x: _Operand,
+    weight: _Operand,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x `[M, K]` times a weight `[..., N, K]`, padded as the kernel needs them."""
+    cols = weight[0].shape[-2]
+    x, weight = (_padded_rows(x[0]), x[1]), (_padded_weight(weight[0]), weight[1])
+    out = x[0].new_empty((len(x[0]), weight[0].shape[-2]), dtype=torch.bfloat16)
+    multiply(x, weight, out)
     return out[:, :cols].to(out_dtype).contiguous()
 
 
