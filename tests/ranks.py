@@ -9,11 +9,9 @@ import gc
 import multiprocessing
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import torchtitan_patches
 
 TIMEOUT = 60.0
 GRACE = 10.0
@@ -45,8 +45,6 @@ class Outcome:
 
     value: Any = None
     error: str | None = None
-    signal: int = 0
-    """That it died of, by itself."""
 
 
 class RanksFailed(AssertionError):
@@ -70,22 +68,7 @@ def run_ranks(
 def rank_outcomes(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = TIMEOUT
 ) -> list[Outcome]:
-    """As `run_ranks`, for functions that are meant to fail: raises nothing, leaves no process.
-
-    Where a rank crashes, all of them run once more: on a loaded machine a rank's heap is rarely
-    found corrupt inside of torch, in no place twice, which Python code cannot cause. What Python
-    code does wrong fails again.
-    """
-    outcomes = _outcomes_of_one_run(function, num_ranks, args, timeout)
-    if any(outcome.signal not in (0, signal.SIGKILL) for outcome in outcomes):
-        warnings.warn(f"a rank crashed, they run again: {outcomes}", stacklevel=2)
-        outcomes = _outcomes_of_one_run(function, num_ranks, args, timeout)
-    return outcomes
-
-
-def _outcomes_of_one_run(
-    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout: float
-) -> list[Outcome]:
+    """As `run_ranks`, for functions that are meant to fail: raises nothing, leaves no process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, connections = [], []
@@ -126,9 +109,8 @@ def _collect(
                 outcomes[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
                 processes[rank].join(GRACE)
-                exit_code = processes[rank].exitcode or 0
-                error = f"died, exit code {exit_code}\n{_last_words(logs[rank])}"
-                outcomes[rank] = Outcome(error=error, signal=max(0, -exit_code))
+                error = f"died, exit code {processes[rank].exitcode}\n{_last_words(logs[rank])}"
+                outcomes[rank] = Outcome(error=error)
             if outcomes[rank].error is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
     return [outcomes[rank] for rank in range(len(connections))]
@@ -155,6 +137,7 @@ def _run_rank(
     # As TorchTitan's trainer does. torch 2.13 aborts where a collection meets a tensor in use by
     # another thread or a finalizer (an internal assert in THPVariable_clear): gloo has threads.
     gc.disable()
+    torchtitan_patches.apply(["gloo_thread"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(

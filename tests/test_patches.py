@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torchtitan.models.llama3.infra.parallelize as llama3
 import torchtitan.models.llama4.infra.parallelize as llama4
 import torchtitan.models.moe.kernels as kernels
+from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchtitan.components.checkpoint import CheckpointManager
 
@@ -115,6 +118,28 @@ def test_gloo_sum_reaches_every_fsdp_module(kept, one_gloo_rank, monkeypatch):
         for setter, value in zip(set_by, (True, 1.0), strict=True):
             assert set(set_by[setter]) == {(model, value), (model[0], value)}
             set_by[setter].clear()
+
+
+def test_gloo_thread_is_one_for_a_group_and_all_its_interfaces(kept, one_gloo_rank, monkeypatch):
+    kept(c10d, name="ProcessGroupGloo")
+    torchtitan_patches.apply(["gloo_thread"])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    group = dist.new_group([0], timeout=timedelta(seconds=7))
+    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    options = group._get_backend(torch.device("cpu")).options
+    assert (options._threads, len(options._devices)) == (1, 2)
+    assert options._timeout == timedelta(seconds=7)
+
+
+def gloo_threads() -> list[int]:
+    """Of each process group of a rank."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    groups = [dist.group.WORLD, *mesh.get_all_groups()]
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
+def test_ranks_have_one_gloo_thread_a_group():
+    assert run_ranks(gloo_threads, 4) == [[1, 1, 1]] * 4
 
 
 def test_cpu_device_refuses_after_torchtitan_is_imported(monkeypatch):

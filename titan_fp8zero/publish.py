@@ -20,7 +20,7 @@ from titan_fp8zero.main_parameter import MainParameter, Weight, local_tensor
 
 IN_FLIGHT = {"cuda": 4, "cpu": 1}
 """All-gathers under way at a time, by device. On CPUs, where ranks share the cores, more would hide
-nothing, and with four, ranks crashed in torch more often."""
+nothing, and two that end at once corrupt gloo's heap (torchtitan_patches/gloo_thread.py)."""
 
 
 class Publisher:

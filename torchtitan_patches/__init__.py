@@ -11,6 +11,7 @@ from importlib import import_module
 PATCHES = (
     "cpu_device",
     "cpu_histc",
+    "gloo_thread",
     "cpu_permute",
     "gloo_sum",
     "clip_grad_norm",
@@ -18,7 +19,7 @@ PATCHES = (
 )
 """Every patch there is."""
 
-CPU_PATCHES = ("cpu_device", "cpu_histc", "cpu_permute", "gloo_sum")
+CPU_PATCHES = ("cpu_device", "cpu_histc", "gloo_thread", "cpu_permute", "gloo_sum")
 """What TorchTitan's trainer needs to run on CPUs, in order: `cpu_device` has to come before the
 first import of `torchtitan`, which the last two make."""
 
