@@ -3,15 +3,20 @@ restored, what is refused. One process; killed saves are in `kill_saves.py`."""
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torchtitan.components.checkpoint as stock_manager
 from managed_job import Job, Position
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import Checkpoint
 
+import titan_fp8zero.titan.checkpoint_manager as checked_manager
 from titan_fp8zero.checkpoint_errors import CheckpointError
 from titan_fp8zero.checkpoint_files import (
     UNFINISHED,
@@ -181,6 +186,30 @@ def test_an_asynchronous_save_that_fails_is_told_at_the_next_one_or_at_the_end(t
     assert all(torch.equal(a, b) for a, b in zip(before, job.numbers(), strict=True))
     (folder / UNFINISHED).unlink()
     assert Job(tmp_path).load() == 1
+
+
+class EmptiedStager(DefaultStager):
+    """As torch's own before 2.13, which no second save can use."""
+
+    def _stage(self, *args: Any, **kwargs: Any) -> Any:
+        staged = super()._stage(*args, **kwargs)
+        self._state_dict_stager.close()
+        return staged
+
+
+@pytest.mark.parametrize("is_reusable", [True, False])
+def test_saves_by_another_process_follow_each_other(tmp_path, folder, monkeypatch, is_reusable):
+    stager = DefaultStager if is_reusable else EmptiedStager
+    options = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
+    monkeypatch.setattr(stock_manager, "StagingOptions", lambda *pinned: options)
+    monkeypatch.setattr(stock_manager, "DefaultStager", stager)
+    monkeypatch.setattr(checked_manager, "_STAGER_IS_REUSABLE", is_reusable)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(_async_process_executor, "_CHECKPOINT_PROCESS", None)
+    job = saved(tmp_path, 3, async_mode="async_with_pinned_mem")
+    assert (job.manager.stager is None) == (not is_reusable)
+    assert sorted(find_checkpoints(folder).complete) == [1, 2, 3]
+    assert Job(tmp_path).load() == 3
 
 
 def test_closing_waits_for_a_save_unless_an_error_is_on_its_way(tmp_path, folder, monkeypatch):

@@ -121,14 +121,15 @@ def test_gloo_sum_reaches_every_fsdp_module(kept, one_gloo_rank, monkeypatch):
 
 
 def test_gloo_thread_is_one_for_a_group_and_all_its_interfaces(kept, one_gloo_rank, monkeypatch):
-    kept(c10d, name="ProcessGroupGloo")
+    kept(c10d.ProcessGroupGloo, name="__init__")
     torchtitan_patches.apply(["gloo_thread"])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     group = dist.new_group([0], timeout=timedelta(seconds=7))
-    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
     options = group._get_backend(torch.device("cpu")).options
     assert (options._threads, len(options._devices)) == (1, 2)
     assert options._timeout == timedelta(seconds=7)
+    c10d._set_pg_timeout(timedelta(seconds=8), group)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=8)
 
 
 def gloo_threads() -> list[int]:

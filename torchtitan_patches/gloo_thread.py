@@ -31,10 +31,10 @@ _OPTIONS = ("_devices", "_threads", "_timeout")
 
 
 def apply() -> None:
-    """Replaces `ProcessGroupGloo` where torch makes process groups: those made from then on have
-    one thread."""
+    """Replaces what makes a `ProcessGroupGloo`: those made from then on have one thread."""
     gloo: Any = check_callable(NAME, c10d, "ProcessGroupGloo", parameters=None)
-    if is_applied(NAME, gloo):
+    stock_init = check_callable(NAME, gloo, "__init__", parameters=None)
+    if is_applied(NAME, stock_init):
         return
     check_versions(NAME)
     check_callable(NAME, gloo, "create_device", parameters=None)
@@ -43,15 +43,14 @@ def apply() -> None:
     if missing := [name for name in _OPTIONS if not hasattr(make_options, name)]:
         refuse(NAME, f"ProcessGroupGloo._Options lacks {', '.join(missing)}")
 
-    class OneThreadGloo(gloo):
-        def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
-            options = make_options()
-            options._devices = _devices(gloo)
-            options._threads = 1
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
+    def init(self: Any, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = make_options()
+        options._devices = _devices(gloo)
+        options._threads = 1
+        options._timeout = timeout
+        stock_init(self, store, rank, size, options)
 
-    c10d.ProcessGroupGloo = mark(NAME, OneThreadGloo)  # type: ignore[misc, assignment]
+    gloo.__init__ = mark(NAME, init)
     log_applied(NAME, "a gloo process group has one thread")
 
 

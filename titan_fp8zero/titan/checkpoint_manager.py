@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.torch_version import TorchVersion
 from torchtitan.components.checkpoint import MODEL, OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -26,6 +27,8 @@ from titan_fp8zero.load_planner import StrictLoadPlanner
 from titan_fp8zero.sidecar import read_key
 
 _SKIPPED_STEPS = "skipped_steps"
+_STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= "2.13"
+"""Before, torch empties a stager after a save, and its next save fails (pytorch/pytorch#183413)."""
 
 
 class CheckedCheckpointManager(CheckpointManager):
@@ -80,6 +83,8 @@ class CheckedCheckpointManager(CheckpointManager):
                     async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                     async_stager=self.stager,
                 )
+                if not _STAGER_IS_REUSABLE:
+                    self.stager = None  # the next save makes another
             else:
                 dcp.save(state_dict, storage_writer=writer)
         if enable_garbage_collection:
