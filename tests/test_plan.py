@@ -338,9 +338,8 @@ def test_what_cannot_be_planned_is_said(
 
 
 def test_the_command_prints_writes_and_draws(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
     files = ["--json", f"{tmp_path}/new/plan.json", "--png", f"{tmp_path}/new/plan.png"]
     config = str(CONFIGS / "deepseek_v3_debug.toml")
     rates = ["--network-gbps", "25", "--memory-gbps", "3000"]
@@ -350,6 +349,7 @@ def test_the_command_prints_writes_and_draws(
     assert "on 16 ranks: pp 2 x fsdp 4 x tp 2, experts on efsdp 2 x ep 4" in printed
     assert "25 GB/s that a rank sends and 3000 GB/s of its memory" in printed
     assert "estimates" in printed
+    assert "…" not in printed, "a table is cut off"
     for title in SCHEMES.values():
         assert title in printed
     assert 'What ranks own, strategy "param": 8 of 16 ranks shown' in printed

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from titan_fp8zero.console import stdout_console
 from titan_fp8zero.job import BadInput, Job, load_job
 from titan_fp8zero.metrics_file import plot_losses, read_metrics
 
@@ -220,4 +220,4 @@ def print_comparison(comparison: Comparison) -> None:
     table.add_section()
     for row in _summary_cells(comparison):
         table.add_row(*row)
-    Console().print(table)
+    stdout_console().print(table)

@@ -1,17 +1,14 @@
 """What a benchmark measured: a table on the terminal, JSON, and a roofline plot."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from titan_fp8zero.bench.measure import Machine
+from titan_fp8zero.console import stdout_console
 
-WIDTH = 140
-"""Columns where the output is no terminal: torchrun's is none."""
 MARKERS = "os^vDPX"
 
 
@@ -51,7 +48,7 @@ class Report:
 
     def print(self) -> None:
         """The machine first, then a table."""
-        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+        console = stdout_console()
         console.print(str(self.machine))
         table = Table(title=self.title)
         table.add_column("", no_wrap=True)

@@ -5,10 +5,10 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from titan_fp8zero.bench.measure import Machine, measure_machine, this_device
+from titan_fp8zero.console import stdout_console
 from titan_fp8zero.job import BadInput, load_job
 from titan_fp8zero.metrics_file import read_metrics
 
@@ -69,7 +69,7 @@ def _train(
 
 
 def _print(machine: Machine, measured: list[Throughput]) -> None:
-    console = Console()
+    console = stdout_console()
     console.print(str(machine))
     table = Table(title="Training, per rank")
     table.add_column("config")

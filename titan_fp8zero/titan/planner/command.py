@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
+from titan_fp8zero.console import stdout_console
 from titan_fp8zero.job import Job
 from titan_fp8zero.layout import STRATEGIES, Strategy
 from titan_fp8zero.titan.config import options_of
@@ -32,7 +31,7 @@ def run_plan(
     plan = make_plan(job)
     strategies = _strategies(job, strategy)
     speeds = Bandwidths(*bandwidths)
-    print_plan(plan, strategies, speeds, Console())
+    print_plan(plan, strategies, speeds, stdout_console())
     if json_file is not None:
         write_json(plan, strategies, speeds, json_file)
         print(f"written to {json_file}")
