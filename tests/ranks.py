@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_patches
+from titan_fp8zero.publish import IN_FLIGHT
 
 TIMEOUT = 60.0
 GRACE = 10.0
@@ -138,6 +139,7 @@ def _run_rank(
     # another thread or a finalizer (an internal assert in THPVariable_clear): gloo has threads.
     gc.disable()
     torchtitan_patches.apply(["gloo_thread"])
+    IN_FLIGHT["cpu"] = IN_FLIGHT["cuda"]  # all-gathers as on GPUs, which one gloo thread allows
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
