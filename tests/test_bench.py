@@ -41,6 +41,21 @@ def test_a_report_holds_rows_against_the_machine_and_their_peers(tmp_path, capsy
     assert (tmp_path / "out" / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_cell_is_cut_off_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    peer, name = (
+        "AdamW(fused=True), fp32 gradient",
+        "quantize columns, 8 experts, bf16 8192 x 14336",
+    )
+    rows = [Row(peer, ms=1.0), Row(name, ms=1234.5, gbytes=1e6, gflop=1e6, peer=peer)]
+    Report("kernels", MACHINE, rows).print()
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        *(name, "1,234.500", "810,045", "202.511", "810.0", "1.013", "1234.500", peer)
+    ]
+
+
 def test_a_machine_is_measured():
     machine = measure_machine(torch.device("cpu"))
     assert 0.1 < machine.copy_gb_per_s < 1e5

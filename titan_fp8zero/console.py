@@ -1,13 +1,13 @@
 """Where tables are printed."""
 
-import sys
+import shutil
 
 from rich.console import Console
 
-WIDTH = 140
-"""Columns where the output is no terminal: cells would be cut off at fewer."""
+WIDTH = 160
+"""Columns that every table fits into: at fewer, cells would be cut off, or whole columns."""
 
 
 def stdout_console() -> Console:
-    """As wide as the terminal, if stdout is one."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
+    """As wide as the terminal, and never narrower than tables: a terminal wraps their lines."""
+    return Console(width=max(WIDTH, shutil.get_terminal_size().columns))
