@@ -78,6 +78,14 @@ def test_clipping_twice_keeps_the_first_clip_and_reports_the_clipped_norm(optimi
     assert same(weights_of(once), weights_of(twice))
 
 
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, BlockwiseAdamW])
+def test_clipping_without_gradients_gives_a_norm_of_zero(optimizer_cls):
+    _, zero1, optimizer = sharded(optimizer_cls)
+    assert zero1.clip_grad_norm_(1.0) == 0
+    optimizer.step()
+    assert zero1.skipped_steps == 0
+
+
 def test_a_step_after_a_failed_backward_is_an_error():
     model, _, optimizer = sharded()
     before = weights_of(model)
