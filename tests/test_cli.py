@@ -3,15 +3,17 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from titan_fp8zero import cli
 from titan_fp8zero.job import Job, load_job
 from titan_fp8zero.metrics_file import MetricsWriter, read_metrics
-from titan_fp8zero.spawn import RankFailure, RanksFailed
+from titan_fp8zero.spawn import TRACEBACK_LINES, RankFailure, RanksFailed, _error_text
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "train_configs"
@@ -315,3 +317,19 @@ def test_compare_refuses_different_data(tmp_path, capsys, fake_training, old, ne
     assert cli.main(["compare", *configs, "--nproc", "2", "--out", str(tmp_path)]) == 2
     assert told in capsys.readouterr().err
     assert not fake_training
+
+
+def test_the_cause_of_an_error_is_told_with_it(tmp_path):
+    """As of a collective that fails in a pipeline stage, whose own error says nothing of it."""
+    try:
+        try:
+            raise RuntimeError("ranks [3] died")
+        except RuntimeError as error:
+            raise ValueError(
+                "Failed to run stage backward:\n" + "Input: a tensor\n" * 20
+            ) from error
+    except ValueError:
+        message = {"extraInfo": {"py_callstack": traceback.format_exc()}}
+    told = _error_text(SimpleNamespace(message=message, exitcode=1), 2, tmp_path).splitlines()
+    assert told[-2:] == ["Input: a tensor", "caused by RuntimeError: ranks [3] died"]
+    assert len(told) == TRACEBACK_LINES + 1

@@ -16,6 +16,8 @@ SHUTDOWN_SECONDS = 10
 """How long ranks may take to end when told to, before they are killed. (Torch 2.11: always 30.)"""
 
 TRACEBACK_LINES = 15
+DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
+"""Between the tracebacks of `raise ... from ...`, as Python prints them."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,14 @@ def _time_of(failure: ProcessFailure) -> float:
 
 
 def _error_text(failure: ProcessFailure, rank: int, logs: Path) -> str:
-    """The end of the rank's traceback; without one, the end of what it wrote to stderr."""
+    """The end of the rank's traceback, and its causes; without one, the end of its stderr."""
+    causes: list[str] = []
     if isinstance(failure.message, dict):
-        text = failure.message["extraInfo"]["py_callstack"]
+        *causes, text = failure.message["extraInfo"]["py_callstack"].split(DIRECT_CAUSE)
     else:
         text = "".join(log.read_text() for log in logs.glob(f"*/attempt_0/{rank}/stderr.log"))
         if failure.exitcode < 0:
             text += f"\nkilled by {failure.signal_name()}"
-    return "\n".join(text.strip().splitlines()[-TRACEBACK_LINES:])
+    lines = text.strip().splitlines()[-TRACEBACK_LINES:]
+    lines += [f"caused by {cause.strip().splitlines()[-1]}" for cause in reversed(causes)]
+    return "\n".join(lines)
