@@ -136,11 +136,13 @@ def test_a_signal_ends_the_run_and_leaves_no_process(tmp_path, number, code):
         (["train", LLAMA, "--parallelism.expert_parallel_degree", "4"], "does not divide the 2"),
         (["train", LLAMA, "--job.custom_config_module", "gone"], "No module named 'gone'"),
         (["compare", LLAMA, LLAMA], "name two"),
+        (["bench", "step", LLAMA], 'has no "blockwise_fp8"'),
     ],
 )
 def test_bad_input_is_an_error_before_any_rank_starts(monkeypatch, capsys, args, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("titan_fp8zero.job.run_on_ranks", lambda *args, **kwargs: pytest.fail())
+    for module in ("job", "cli"):
+        monkeypatch.setattr(f"titan_fp8zero.{module}.run_on_ranks", lambda *a, **k: pytest.fail())
     assert cli.main(args) == 2
     assert message in capsys.readouterr().err
 

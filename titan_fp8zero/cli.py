@@ -195,6 +195,10 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _bench_step(args: argparse.Namespace) -> None:
     job = load_job(args.config, args.overrides, args.nproc)
+    from titan_fp8zero.titan.converter import CONVERTER  # imports TorchTitan
+
+    if CONVERTER not in job.config.model.converters:
+        raise BadInput(f'[model] converters of {args.config} has no "{CONVERTER}": nothing to time')
     arguments = ["--job.config_file", str(args.config), *args.overrides]
     run_on_ranks("titan_fp8zero.bench.step", arguments, job.nproc, shown_ranks={0})
 
