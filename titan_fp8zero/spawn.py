@@ -13,7 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SHUTDOWN_SECONDS = 10
-"""How long ranks may take to end when told to, before they are killed. (Torch 2.11: always 30.)"""
+"""How long ranks may take to end when a signal ends the run, before they are killed. (Where a rank
+has failed, and in torch 2.11, always 30.)"""
 
 TRACEBACK_LINES = 15
 DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
