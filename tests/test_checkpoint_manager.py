@@ -197,19 +197,38 @@ class EmptiedStager(DefaultStager):
         return staged
 
 
-@pytest.mark.parametrize("is_reusable", [True, False])
-def test_saves_by_another_process_follow_each_other(tmp_path, folder, monkeypatch, is_reusable):
-    stager = DefaultStager if is_reusable else EmptiedStager
+@pytest.fixture
+def saved_by_a_process(monkeypatch):
+    """`[checkpoint] async_mode`, without the pinned memory that only GPUs have."""
     options = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
     monkeypatch.setattr(stock_manager, "StagingOptions", lambda *pinned: options)
-    monkeypatch.setattr(stock_manager, "DefaultStager", stager)
-    monkeypatch.setattr(checked_manager, "_STAGER_IS_REUSABLE", is_reusable)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(_async_process_executor, "_CHECKPOINT_PROCESS", None)
-    job = saved(tmp_path, 3, async_mode="async_with_pinned_mem")
+    return {"async_mode": "async_with_pinned_mem"}
+
+
+@pytest.mark.parametrize("is_reusable", [True, False])
+def test_saves_by_another_process_follow_each_other(
+    tmp_path, folder, monkeypatch, saved_by_a_process, is_reusable
+):
+    stager = DefaultStager if is_reusable else EmptiedStager
+    monkeypatch.setattr(stock_manager, "DefaultStager", stager)
+    monkeypatch.setattr(checked_manager, "_STAGER_IS_REUSABLE", is_reusable)
+    job = saved(tmp_path, 3, **saved_by_a_process)
     assert (job.manager.stager is None) == (not is_reusable)
     assert sorted(find_checkpoints(folder).complete) == [1, 2, 3]
     assert Job(tmp_path).load() == 3
+
+
+def test_the_end_of_the_process_that_saves_is_told(tmp_path, saved_by_a_process):
+    job = Job(tmp_path, **saved_by_a_process)
+    job.save_next()
+    job.manager._async_wait()
+    _async_process_executor._CHECKPOINT_PROCESS._save_process.kill()
+    job.save_next()
+    with pytest.raises(CheckpointError, match=r"step-2 is not saved: the process .* is gone"):
+        job.manager.close()
+    assert Job(tmp_path).load() == 1
 
 
 def test_closing_waits_for_a_save_unless_an_error_is_on_its_way(tmp_path, folder, monkeypatch):

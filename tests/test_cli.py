@@ -148,6 +148,26 @@ def test_bad_input_is_an_error_before_any_rank_starts(monkeypatch, capsys, args,
 
 
 @pytest.mark.parametrize(
+    "args, message",
+    [
+        (["compare", LLAMA, LLAMA, "--out", "FILE"], "FILE cannot be a folder: File exists"),
+        (["bench", "kernels", "--out", "FILE/x"], "FILE/x cannot be a folder: Not a directory"),
+        (["plan", LLAMA, "--json", "FILE/x.json"], "FILE cannot be a folder"),
+        (["plan", LLAMA, "--json", "."], ". is a folder, expected a file"),
+        (["plan", LLAMA, "--png", "x.xyz"], "x.xyz does not end in .png"),
+    ],
+)
+def test_where_nothing_can_be_written_is_an_error_before_anything_runs(
+    tmp_path, capsys, args, message
+):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([arg.replace("FILE", str(file)) for arg in args])
+    assert message.replace("FILE", str(file)) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "content, message",
     [
         ("x = [", "is not TOML"),

@@ -99,7 +99,7 @@ def _add_compare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_nproc(parser)
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_output_folder,
         metavar="DIR",
         default=Path("outputs/compare"),
         help="where to write (default: %(default)s)",
@@ -148,8 +148,10 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         default=4000.0,
         help="GB/s that a rank's memory reads and writes together (default: %(default)g)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole plan as JSON")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw who owns which tiles")
+    parser.add_argument(
+        "--json", type=_output_file, metavar="FILE", help="write the whole plan as JSON"
+    )
+    parser.add_argument("--png", type=_image, metavar="FILE", help="draw who owns which tiles")
     parser.set_defaults(run=_plan, takes_overrides=True)
 
 
@@ -214,7 +216,7 @@ def _bench_train(args: argparse.Namespace) -> None:
 
 
 def _add_bench_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("outputs/bench"))
+    parser.add_argument("--out", type=_output_folder, metavar="DIR", default=Path("outputs/bench"))
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -294,6 +296,28 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=_positive, metavar="N", help="ranks (default: all GPUs, or 2 on a CPU)"
     )
+
+
+def _output_folder(text: str) -> Path:
+    """Made at once: who cannot write there learns it before a long run, not after."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be a folder: {error.strerror}") from None
+    return Path(text)
+
+
+def _output_file(text: str) -> Path:
+    _output_folder(str(Path(text).parent))
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, expected a file")
+    return Path(text)
+
+
+def _image(text: str) -> Path:
+    if Path(text).suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png")
+    return _output_file(text)
 
 
 def _positive(text: str) -> int:
