@@ -36,10 +36,7 @@ def on_all_ranks(action: Callable[[], _T]) -> _T:
 
 @contextmanager
 def told_by_all(what: str) -> Iterator[None]:
-    """DCP's exceptions, which reach all ranks, as a CheckpointError that says what went wrong.
-
-    An OSError is that of the connection to the process that saves, which has died.
-    """
+    """DCP's exceptions, which reach all ranks, as a CheckpointError that says what went wrong."""
     try:
         yield
     except CheckpointException as error:
@@ -48,8 +45,6 @@ def told_by_all(what: str) -> Iterator[None]:
             ranks.setdefault(_describe(cause), []).append(rank)
         told = "; ".join(f"rank {', '.join(map(str, r))}: {text}" for text, r in ranks.items())
         raise CheckpointError(f"{what}: {told}") from error
-    except OSError as error:
-        raise CheckpointError(f"{what}: the process that saves is gone ({error!r})") from error
 
 
 def _describe(error: BaseException) -> str:

@@ -197,10 +197,9 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _bench_step(args: argparse.Namespace) -> None:
     job = load_job(args.config, args.overrides, args.nproc)
-    from titan_fp8zero.titan.converter import CONVERTER  # imports TorchTitan
+    from titan_fp8zero.titan.converter import check_converts  # imports TorchTitan
 
-    if CONVERTER not in job.config.model.converters:
-        raise BadInput(f'[model] converters of {args.config} has no "{CONVERTER}": nothing to time')
+    check_converts(job, "time")
     arguments = ["--job.config_file", str(args.config), *args.overrides]
     run_on_ranks("titan_fp8zero.bench.step", arguments, job.nproc, shown_ranks={0})
 

@@ -286,8 +286,9 @@ class Zero1:
                     factor if pending is None else pending * factor
                 )
             return
-        if self.gradients:  # of an empty list, torch makes an error
-            torch._foreach_mul_([local_tensor(gradient) for gradient in self.gradients], factor)
+        gradients = [local_tensor(gradient) for gradient in self.gradients]
+        if gradients:  # of an empty list, torch makes an error
+            torch._foreach_mul_(gradients, factor)
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

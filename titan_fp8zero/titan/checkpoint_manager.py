@@ -93,9 +93,14 @@ class CheckedCheckpointManager(CheckpointManager):
 
     def _async_wait(self) -> None:
         future, self.save_future = self.save_future, None
-        if future is not None:
-            with told_by_all(f"checkpoint {self._saving} is not saved"):
+        if future is None:
+            return
+        what = f"checkpoint {self._saving} is not saved"
+        try:
+            with told_by_all(what):
                 future.result()
+        except OSError as error:  # of the pipe to it
+            raise CheckpointError(f"{what}: the process that saves is gone ({error!r})") from error
 
     def close(self) -> None:
         """Waits for an asynchronous save, and for what the last step publishes, unless an

@@ -14,6 +14,7 @@ from torchtitan.tools.utils import device_type
 
 from titan_fp8zero.backends import choose_backend
 from titan_fp8zero.experts import BlockwiseFP8GroupedExperts
+from titan_fp8zero.job import BadInput, Job
 from titan_fp8zero.linear import BlockwiseFP8Linear
 from titan_fp8zero.titan.config import options_of
 
@@ -27,6 +28,14 @@ DEFAULT_PATTERNS = (
 )
 NEVER = ("output", "*.router.gate")
 """High-precision whatever the patterns say, as in DeepSeek-V3: the output head and router gates."""
+
+
+def check_converts(job: Job, purpose: str) -> None:
+    """Raises BadInput where a config does not convert its model: there is nothing to `purpose`."""
+    if CONVERTER not in job.config.model.converters:
+        raise BadInput(
+            f'[model] converters of {job.config_file} has no "{CONVERTER}": nothing to {purpose}'
+        )
 
 
 class BlockwiseFP8Converter:

@@ -19,10 +19,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_fp8zero.job import BadInput, Job
+from titan_fp8zero.job import Job
 from titan_fp8zero.main_parameter import Weight, collect_weights
 from titan_fp8zero.titan import converter
-from titan_fp8zero.titan.converter import CONVERTER
+from titan_fp8zero.titan.converter import check_converts
 from titan_fp8zero.titan.model_args import model_args_of
 from titan_fp8zero.titan.parallelize import Sharding, sharding_of
 from titan_fp8zero.titan.planner.meshes import meshes_of_rank, parallel_dims_of
@@ -46,10 +46,7 @@ class Model:
         """Raises BadInput where the config names no model of ours, or does not convert it."""
         if job.config.experimental.custom_import:
             importlib.import_module(job.config.experimental.custom_import)
-        if CONVERTER not in job.config.model.converters:
-            raise BadInput(
-                f'[model] converters of {job.config_file} has no "{CONVERTER}": nothing to plan'
-            )
+        check_converts(job, "plan")
         self._job = job
         self._dims = parallel_dims_of(job)
         self._spec = get_train_spec(job.config.model.name)
